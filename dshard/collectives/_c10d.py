@@ -205,10 +205,7 @@ def receive(tensor: Tensor, peer: int, tag: int, group: ProcessGroup) -> Work:
 
 def all_gather_flat(out: Tensor, segment: Tensor, group: ProcessGroup) -> Work:
     """Start the backend's own all-gather of equal segments into `out`."""
-    options = _AllGatherOptions()
-    options.asyncOp = True
-    start = getattr(group, "all_gather_single", None) or group._allgather_base  # by its name in 2.13, or in 2.11
-    return start(out, segment, options)
+    return getattr(group, _GATHER)(out, segment, _GATHER_OPTIONS)
 
 
 def all_to_all_flat(out: Tensor, values: Tensor, into: list[int], parts: list[int], group: ProcessGroup) -> Work:
@@ -218,10 +215,23 @@ def all_to_all_flat(out: Tensor, values: Tensor, into: list[int], parts: list[in
 
 def reduce_scatter_flat(out: Tensor, buffer: Tensor, op: ReduceOp, group: ProcessGroup) -> Work:
     """Start the backend's own reduce-scatter of `buffer` into `out`."""
-    options: Any = _ReduceScatterOptions()
-    options.reduceOp, options.asyncOp = op.value, True
-    start = getattr(group, "reduce_scatter_single", None) or group._reduce_scatter_base
-    return start(out, buffer, options)
+    return getattr(group, _SCATTER)(out, buffer, _SCATTER_OPTIONS[op])
+
+
+def _options_of(kind: Any, op: ReduceOp | None = None) -> Any:
+    """Options of a collective that nobody waits for at its start."""
+    options = kind()
+    options.asyncOp = True
+    if op is not None:
+        options.reduceOp = op.value
+    return options
+
+
+_GATHER_OPTIONS = _options_of(_AllGatherOptions)
+_SCATTER_OPTIONS = {op: _options_of(_ReduceScatterOptions, op) for op in ReduceOp}
+# Their names in 2.13, or in 2.11.
+_GATHER = "all_gather_single" if hasattr(ProcessGroup, "all_gather_single") else "_allgather_base"
+_SCATTER = "reduce_scatter_single" if hasattr(ProcessGroup, "reduce_scatter_single") else "_reduce_scatter_base"
 
 
 def all_reduce_flat(tensor: Tensor, op: ReduceOp, group: ProcessGroup) -> Work:

@@ -13,7 +13,7 @@ from dshard.collectives.group import Handle, ShardGroup
 from dshard.collectives.memory import Buffer, BufferPool
 from dshard.collectives.plan import GatherPlan, Places, put_together
 from dshard.collectives.streams import follow, stream_on
-from dshard.collectives.trace import record
+from dshard.collectives.trace import is_recording, record
 from dshard.layout import HEADER_BYTES
 
 
@@ -80,6 +80,8 @@ def all_gather(
 
 def record_gather(plan: GatherPlan, group: ShardGroup, label: str) -> None:
     """Have open traces count a gather."""
+    if not is_recording():
+        return
     item, sent = plan.dtype.itemsize, group.num_ranks - 1
     real, padding = plan.real_numel * item, plan.padding_numel * item
     header_bytes = HEADER_BYTES if group.is_direct else 0

@@ -134,6 +134,11 @@ class FlightRecord:
         self.put(PLACE, {"at": time.time(), **{name: text[-_MAX_CHARS:] for name, text in place.items()}})
 
 
+def is_kept() -> bool:
+    """Whether this rank is to keep a record."""
+    return bool(_State.folder)
+
+
 def record_of(group: ProcessGroup) -> FlightRecord | None:
     """The record of the default process group, if one is kept; made at its first collective."""
     return _c10d.kept_for(_c10d.world_of(group), "flight", _made) if _State.folder else None

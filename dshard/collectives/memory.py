@@ -97,13 +97,24 @@ class Buffer:
         arena: In which it lies, if in one.
     """
 
-    __slots__ = ("_cut", "_in_use", "_make", "_refs", "_tensors", "arena", "memory", "num_bytes", "readers")
+    __slots__ = (
+        "_cut",
+        "_in_use",
+        "_make",
+        "_refs",
+        "_tensors",
+        "arena",
+        "is_on_cpu",
+        "memory",
+        "num_bytes",
+        "readers",
+    )
 
     def __init__(self, memory: Tensor, arena: Arena | None = None) -> None:
         self.arena = arena
         self.readers: Readers | None = None  # who may read it through shared memory
         self._in_use: _InUse | None = None
-        self.memory, self.num_bytes = memory, memory.numel()
+        self.memory, self.num_bytes, self.is_on_cpu = memory, memory.numel(), memory.is_cpu
         self._cut: Any = None
         self._make: Callable[[Tensor], Any] | None = None
         self._tensors: tuple[Tensor, ...] = ()
@@ -159,18 +170,22 @@ def _fresh(num_bytes: int, device: torch.device, arena: Arena | None = None) -> 
     holes in it that nothing else fits into.
     """
     if arena is not None:
-        return _as_uninitialized(Buffer(arena.take(num_bytes)[0], arena))
-    if device.type != "cpu" or num_bytes < _OWN_PAGES_BYTES:
+        memory = arena.take(num_bytes)[0]
+    elif device.type != "cpu" or num_bytes < _OWN_PAGES_BYTES:
         return Buffer(torch.empty(num_bytes, dtype=torch.uint8, device=device))
-    pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    return _as_uninitialized(Buffer(torch.frombuffer(pages, dtype=torch.uint8)))
+    else:
+        pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        memory = torch.frombuffer(pages, dtype=torch.uint8)
+    return Buffer(memory.fill_(_NANS) if _fills() else memory, arena)
 
 
-def _as_uninitialized(buffer: Buffer) -> Buffer:
-    """Any content, or what `torch.empty` fills with in deterministic mode: NaN in every float format."""
-    if torch.are_deterministic_algorithms_enabled() and torch._C._get_deterministic_fill_uninitialized_memory():
-        buffer.memory.fill_(0xFF)
-    return buffer
+_are_deterministic: Callable[[], bool] = torch._C._get_deterministic_algorithms
+_NANS = 0xFF  # a byte that makes up a NaN in every float format
+
+
+def _fills() -> bool:
+    """Whether `torch.empty` fills what it gives with NaN, as in deterministic mode."""
+    return _are_deterministic() and torch._C._get_deterministic_fill_uninitialized_memory()
 
 
 class BufferPool:
@@ -213,9 +228,11 @@ class BufferPool:
         """
         if device.type != "cpu":
             return self._refilled(num_bytes, device, make) or _fresh(num_bytes, device)
-        self._collect()
-        unread_bytes = self._unread_bytes() if self._away else 0
-        self._peak_bytes = max(self._peak_bytes, self.out_bytes - unread_bytes + num_bytes)
+        needed = self._in_use.num_bytes + num_bytes
+        if self._away:
+            self._collect()
+            needed = self._in_use.num_bytes + num_bytes - self._unread_bytes()
+        self._peak_bytes = max(self._peak_bytes, needed)
         if arena is not None:
             self.settle()
         buffer = self._find(num_bytes, arena, make)
@@ -225,8 +242,8 @@ class BufferPool:
         if buffer is None:
             self._trim(num_bytes)
             buffer = _fresh(num_bytes, device, arena)
-        else:
-            _as_uninitialized(buffer)
+        elif _fills():
+            buffer.memory.fill_(_NANS)
         buffer.hand_out(self._in_use)
         return buffer
 
@@ -237,7 +254,9 @@ class BufferPool:
             return None
         buffer = self._empty.pop(self._best(self._empty, fitting, make))
         buffer.memory.untyped_storage().resize_(num_bytes)
-        return _as_uninitialized(buffer)
+        if _fills():
+            buffer.memory.fill_(_NANS)
+        return buffer
 
     @staticmethod
     def _best(buffers: list[Buffer], fitting: list[int], make: Callable[[Tensor], Any] | None) -> int:
@@ -288,17 +307,15 @@ class BufferPool:
                 self._away.append(buffer)
                 return
             buffer.readers = None
-        memory = buffer.memory
         buffer.hand_back()
         if buffer.is_held():
             return
-        if memory.device.type != "cpu":
-            if memory.device.type != "meta":
-                self._drain(buffer)
-            return
-        self._kept.append(buffer)
-        self.kept_bytes += buffer.num_bytes
-        self._trim()
+        if buffer.is_on_cpu:
+            self._kept.append(buffer)
+            self.kept_bytes += buffer.num_bytes
+            self._trim()
+        elif buffer.memory.device.type != "meta":
+            self._drain(buffer)
 
     def _drain(self, buffer: Buffer) -> None:
         """Give the memory of a device back to its allocator, and keep the tensors that it was cut into."""
@@ -347,6 +364,6 @@ class BufferPool:
         self.kept_bytes = self._peak_bytes = self._last_peak_bytes = 0
 
     def _trim(self, num_more: int = 0) -> None:
-        limit = max(self._peak_bytes, self._last_peak_bytes)
-        while self._kept and self.kept_bytes + self.out_bytes + num_more > limit:
+        limit = max(self._peak_bytes, self._last_peak_bytes) - self._in_use.num_bytes - num_more
+        while self._kept and self.kept_bytes > limit:
             self.kept_bytes -= self._kept.pop(0).num_bytes

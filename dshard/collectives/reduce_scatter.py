@@ -16,7 +16,7 @@ from dshard.collectives.group import Handle, ShardGroup
 from dshard.collectives.memory import Buffer, BufferPool
 from dshard.collectives.plan import real_numel, shard_of
 from dshard.collectives.streams import follow, stream_on
-from dshard.collectives.trace import record
+from dshard.collectives.trace import is_recording, record
 from dshard.errors import StateError
 from dshard.layout import HEADER_BYTES, SMALL_GRAD_BYTES, BucketLayout, flags_numel
 
@@ -285,7 +285,7 @@ class ReduceBucket:
     def _record(self, item: int) -> None:
         """Tell open traces of it; `item` is the bytes that each element of the bucket takes on the wire."""
         peers = self.group.num_ranks - 1
-        if not peers:
+        if not peers or not is_recording():
             return
         plan = self._plan
         flags, real = peers * plan.num_flags * item, plan.real_numel * item

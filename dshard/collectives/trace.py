@@ -66,6 +66,11 @@ def phases_are(phase: Callable[[], str]) -> None:
     _Open.phase = staticmethod(phase)
 
 
+def is_recording() -> bool:
+    """Whether anybody is told of collectives."""
+    return bool(_Open.traces or flight.is_kept())
+
+
 def record(
     kind: str, label: str, group: _Group, payload_bytes: int, padding_bytes: int = 0, header_bytes: int = 0
 ) -> None:

@@ -28,6 +28,8 @@ from dshard.tensor.tp_params import local_gradient
 from dshard.units.context import ModelContext, Phase
 from dshard.units.unit import Unit, groups_of
 
+_REQUIRES_GRAD = REQUIRES_GRAD.__get__
+
 
 class InputWatches:
     """Hooks on inputs of the modules of units.
@@ -192,19 +194,20 @@ class Backward:
         """
         self.notice()
         are_alone = alone_in_backward(grads)  # ahead of other references
-        params, left = unit.params, list[Any](grads)
+        params, left = [unit.params[slot] for slot in slots], list[Any](grads)
         accumulate = which_accumulate([node for node, _ in edges])
-        taken = [
-            index
-            for index, grad in enumerate(grads)
-            if grad is not None and accumulate[index] and self._takes_at_once(params[slots[index]], grad)
-        ]
+        taken = []
+        for index, (param, grad) in enumerate(zip(params, grads, strict=True)):
+            if grad is not None and accumulate[index] and grad.layout is torch.strided:
+                hooks = param._backward_hooks
+                if hooks is not None and len(hooks) == 1 and _REQUIRES_GRAD(param):  # nobody but `.grad` is to have it
+                    taken.append(index)
         if not taken:
             return left
         own_slots, own_grads = [slots[index] for index in taken], [left[index] for index in taken]
         given = self._receive(unit, own_slots, own_grads, [are_alone[index] for index in taken], is_given=True)
-        for index, slot, reduced in zip(taken, own_slots, given, strict=True):
-            param, left[index] = params[slot], None
+        for index, reduced in zip(taken, given, strict=True):
+            param, left[index] = params[index], None
             known = GRAD.__get__(param)
             if known is None:
                 GRAD.__set__(param, reduced)
@@ -213,13 +216,6 @@ class Backward:
             else:  # not by autograd, which would add a full gradient of another use to it first
                 known.add_(reduced)
         return left
-
-    @staticmethod
-    def _takes_at_once(param: ShardedTensor, grad: Tensor) -> bool:
-        """Whether nobody but `.grad` is to have a gradient, so that it need not be handed on to be reduced."""
-        hooks = param._backward_hooks
-        is_ordinary = grad.layout is torch.strided and REQUIRES_GRAD.__get__(param)
-        return is_ordinary and hooks is not None and len(hooks) == 1
 
     def _on_first(self, unit: Unit) -> None:
         """Gather a unit of which the first gradient has arrived, if other ranks may need it; or note that they did."""

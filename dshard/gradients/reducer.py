@@ -278,7 +278,7 @@ class UnitGradients:
         unit, given = self.unit, list[ShardedTensor]()
         params = [unit.params[slot] for slot in slots]
         for reduction, part in self._by_reduction(slots, is_given=is_given):
-            given += reduction.receive(params[part], grads[part], may_wait[part], is_given=is_given)
+            given += reduction.receive(slots[part], params[part], grads[part], may_wait[part], is_given=is_given)
         self._arrived.update(slots)
         if len(self._arrived) == len(unit.params) and unit not in unit.model.regions.units:  # a frozen one may be used
             unit.model.eviction.after_backward(unit)

@@ -28,6 +28,7 @@ from dshard.tensor import ShardedTensor
 from dshard.tensor.storage import HomeRow, Norms, ShardStorage, signatures_of
 from dshard.tensor.subclass_shards import exact_values
 from dshard.units.buckets import Bucket
+from dshard.units.copies import CopyStream
 from dshard.units.unit import Unit
 
 _Started = Generator[Handle[Any], None, None]
@@ -62,37 +63,35 @@ class GradReduction:
         unit: The owner's.
     """
 
+    owes = False
+    is_finished = False  # all but the way home
+    _steps: Steps[Reduced] | None = None  # that have started
+    _reduced: Reduced | None = None  # this rank's part of the result, or of what owes its all-reduce
+    _copy_stream: CopyStream | None = None  # by which reduced shards go home
+    _is_stepped_later = False
+    _arrival: Any = None  # of those that are on their way
+    _norms: Tensor | None = None  # of these
+    # That these lie in, by the address of their memory; weak, for it goes with the gradients.
+    _home_rows: "weakref.WeakValueDictionary[int, HomeRow] | None" = None
+
     def __init__(self, owner: "weakref.ref[_Owner]", bucket: Bucket, unit: Unit) -> None:
+        settings, first, offload = unit.settings, unit.params[bucket.slots[0]], bucket.offload
         self.owner, self._slots, self._index_of = owner, bucket.slots, bucket.index_of
-        self._hook = unit.settings.reduce_hook
-        divisor = unit.settings.divisor
-        self._mean, self._divisor = unit.settings.averages and divisor is None, divisor
-        first = unit.params[bucket.slots[0]]
-        self._plan, self._pool, offload = bucket.reduce_plan, unit.model.pool, bucket.offload
-        device = offload.compute if offload is not None else first.device
-        self._copy_stream = unit.model.copy_stream(offload, inward=False) if offload is not None else None
-        self._is_stepped_later = offload is not None and offload.defers_step and offload.home.type == "cpu"
-        self._label = label_with_divisor(unit.label, divisor)
-        self._new_bucket: Callable[[], ReduceBucket] = partial(
-            ReduceBucket,
-            self._plan,
-            dtype=bucket.dtype,
-            device=device,
-            label=self._label,
-            pool=self._pool,
-        )
-        self._bucket: ReduceBucket | None = self._new_bucket()  # that fills
+        self._hook, self._divisor = settings.reduce_hook, settings.divisor
+        self._mean = settings.averages and settings.divisor is None
+        self._plan, self._pool, self._model_token = bucket.reduce_plan, unit.model.pool, unit.model.token
+        self._label = label_with_divisor(unit.label, settings.divisor)
+        if offload is not None:
+            self._copy_stream = unit.model.copy_stream(offload, inward=False)
+            self._is_stepped_later = offload.defers_step and offload.home.type == "cpu"
+        self._as_packed = bucket.dtype, offload.compute if offload is not None else first.storage_device
         self._dtype = first.storage_dtype  # of what `.grad` will hold
         self._storages: dict[int, weakref.ref[ShardStorage]] = {}
-        self._steps: Steps[Reduced] | None = None  # that have started
-        self._reduced: Reduced | None = None  # this rank's part of the result, or of what owes its all-reduce
-        self._arrival: Any = None  # of reduced shards that are on their way home
-        self._norms: Tensor | None = None  # of these
-        # That these lie in, by the address of their memory; weak, for it goes with the gradients.
-        self._home_rows: weakref.WeakValueDictionary[int, HomeRow] = weakref.WeakValueDictionary()
-        self._model_token = unit.model.token
-        self.owes = False
-        self.is_finished = False  # all but the way home
+        self._bucket: ReduceBucket | None = self._new_bucket()  # that fills
+
+    def _new_bucket(self) -> ReduceBucket:
+        dtype, device = self._as_packed
+        return ReduceBucket(self._plan, dtype=dtype, device=device, label=self._label, pool=self._pool)
 
     @property
     def is_filling(self) -> bool:
@@ -120,27 +119,33 @@ class GradReduction:
         return not self.owes and (self.group.replicas is not None or self._hook is not None)
 
     def receive(
-        self, params: Sequence[ShardedTensor], grads: Sequence[Tensor], may_wait: Sequence[bool], *, is_given: bool
+        self,
+        slots: Sequence[int],
+        params: Sequence[ShardedTensor],
+        grads: Sequence[Tensor],
+        may_wait: Sequence[bool],
+        *,
+        is_given: bool,
     ) -> list[ShardedTensor]:
         """Take full gradients of this rank and give the reduced ones, which are not there yet.
 
-        The arguments are those of `Backward.receive`.
+        The arguments are those of `Backward.receive`, and the parameters.
         """
-        bucket, storages = self._bucket, self._storages
+        bucket, storages, index_of = self._bucket, self._storages, self._index_of
         if bucket is None:
             self.rest()
             bucket = self._bucket = self._new_bucket()
         given = []
-        for param in params:
-            slot = param.gather_slot
-            before = storages[slot]() if slot in storages else None
-            if before is None and slot in storages:  # nobody took the gradient that is there
+        for slot, param in zip(slots, params, strict=True):
+            known = storages.get(slot)
+            before = known() if known is not None else None
+            if known is not None and before is None:  # nobody took the gradient that is there
                 self._forget(slot)
-            out = param.awaiting(before or self._make_storage(param))
+            out = param.awaiting(before or self._make_storage(slot, param))
             if before is not None:
                 out.is_added_up = True
             given.append(out)
-        bucket.add([self._index_of[param.gather_slot] for param in params], grads, may_wait=may_wait)
+        bucket.add([index_of[slot] for slot in slots], grads, may_wait=may_wait)
         if is_given:
             return given
         return [self._as_asked(*each) for each in zip(params, grads, given, strict=True)]
@@ -151,10 +156,10 @@ class GradReduction:
             return reduced
         return standing_for(reduced, grad.dtype, is_seen=len(param._backward_hooks or ()) > 1 or not accumulates(param))
 
-    def _make_storage(self, param: ShardedTensor) -> ShardStorage:
+    def _make_storage(self, slot: int, param: ShardedTensor) -> ShardStorage:
         """What the reduced gradient of a parameter will be in."""
         storage = ShardStorage(None, param.shard_storage.layout, self, is_shared=True)
-        self._storages[param.gather_slot] = weakref.ref(storage)
+        self._storages[slot] = weakref.ref(storage)
         return storage
 
     def holds(self, slot: int) -> bool:
@@ -295,26 +300,29 @@ class GradReduction:
         return self._reduced
 
     def _deliver(self, reduced: Reduced) -> None:
-        self._home_rows.clear()
+        shards, index_of = reduced.shards, self._index_of
+        self._home_rows = weakref.WeakValueDictionary() if self._copy_stream is not None else None
         for slot, ref in self._storages.items():
             storage = ref()
             if storage is not None:
-                shard = reduced.shards[self._index_of[slot]]
-                storage.deliver(shard)
-                storage.is_stepped_later = self._is_stepped_later
-                self._note_home(storage, shard)
-                if self._norms is not None:
-                    storage.norms = Norms(shard._version, *self._norms[:, self._index_of[slot]])
+                storage.deliver(shards[index_of[slot]])
+                if self._home_rows is not None:
+                    self._note_home(storage, slot)
 
-    def _note_home(self, storage: ShardStorage, shard: Tensor) -> None:
+    def _note_home(self, storage: ShardStorage, slot: int) -> None:
         """A gradient has come home in a row, with others."""
-        if self._copy_stream is None:
-            return
-        memory = shard.untyped_storage()
-        row = self._home_rows.get(memory._cdata)
-        if row is None:
-            row = self._home_rows[memory._cdata] = HomeRow(memory)
-        row.add(storage)
+        assert self._reduced is not None
+        index = self._index_of[slot]
+        shard = self._reduced.shards[index]
+        storage.is_stepped_later = self._is_stepped_later
+        if self._norms is not None:
+            storage.norms = Norms(shard._version, *self._norms[:, index])
+        if self._home_rows is not None:
+            memory = shard.untyped_storage()
+            row = self._home_rows.get(memory._cdata)
+            if row is None:
+                row = self._home_rows[memory._cdata] = HomeRow(memory)
+            row.add(storage)
 
     def await_missing(self) -> None:
         """Have gradients that are there await what other ranks may add up unreduced, of parameters unused on this one.
@@ -323,7 +331,7 @@ class GradReduction:
         """
         for slot, param in zip(self._slots, self._params() if self.is_filling else (), strict=False):
             if slot not in self._storages and isinstance(param.grad, ShardedTensor):
-                param.grad.shard_storage.add_later(self._make_storage(param))
+                param.grad.shard_storage.add_later(self._make_storage(slot, param))
 
     def adopt_missing(self) -> None:
         """Give a gradient to parameters that this rank did not use but another did; waits for the reduction.
@@ -342,10 +350,10 @@ class GradReduction:
             grad: Any = param.grad
             if not (self.owes and grad is not None) and not reduced.anywhere(index):
                 continue
-            owed = self._make_storage(param) if self.owes else None
+            owed = self._make_storage(param.gather_slot, param) if self.owes else None
             storage = owed or ShardStorage(reduced.shards[index], param.shard_layout, is_shared=True)
-            if owed is None:
-                self._note_home(storage, reduced.shards[index])
+            if owed is None and self._home_rows is not None:
+                self._note_home(storage, param.gather_slot)
             if grad is None:
                 with torch.no_grad():
                     param.grad = param.like(storage)

@@ -4,8 +4,9 @@ import os
 import threading
 import weakref
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from types import FrameType
 from typing import Any, ClassVar, NamedTuple, Protocol
 
@@ -226,7 +227,7 @@ class HomeRow:
         return is_alone and not self.is_exposed and all(member() is None for member in self._members)
 
 
-@dataclass(slots=True, weakref_slot=True, eq=False, repr=False)
+@dataclass(eq=False, repr=False)  # without slots, for most of what it may know is never set: one is made per gradient
 class ShardStorage:
     """Holds one shard; shared by a ShardedTensor and its detached aliases.
 
@@ -476,14 +477,20 @@ class ShardStorage:
         other.before_write = settle  # what is added is what it is now
 
 
-def shards_of(storages: Iterable[ShardStorage]) -> list[Tensor]:
+_PENDING_OF, _TENSOR_OF = attrgetter("_pending"), attrgetter("tensor")
+_SIGNATURE_OF = attrgetter("tag", "num_writes")
+
+
+def shards_of(storages: Sequence[ShardStorage]) -> list[Tensor]:
     """The shards of some storages, after waiting for what they await."""
-    return [each.resolve() if each._pending is not None or each.tensor is None else each.tensor for each in storages]
+    if any(map(_PENDING_OF, storages)):
+        return [storage.resolve() for storage in storages]
+    return list(map(_TENSOR_OF, storages))
 
 
 def signatures_of(storages: Iterable[ShardStorage]) -> tuple[tuple[int, int], ...]:
     """The signatures of some storages."""
-    return tuple([(each.tag, each.num_writes) for each in storages])
+    return tuple(map(_SIGNATURE_OF, storages))
 
 
 @dataclass(slots=True, eq=False)

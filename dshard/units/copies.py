@@ -4,7 +4,7 @@ import enum
 import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Container, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter, is_
@@ -268,6 +268,7 @@ storage_address: Callable[[Tensor], int] = torch._C._storage_address  # type: ig
 _STORAGE_OF = attrgetter("shard_storage")
 _SHARD_OF = attrgetter("shard_storage.tensor")
 _VERSION_OF = attrgetter("_version")
+_IS_META = attrgetter("is_meta")
 
 
 def _forget(storage: int, gone: "weakref.ref[FullTensors]", known: dict[int, Any] = FULL_TENSORS) -> None:
@@ -333,7 +334,7 @@ class Copies:
         self._found: dict[int, FullTensors] = {}  # they, by the addresses of their storages
         self._gathered_by: object = None  # the buckets
         self._lie: tuple[object, list[int], dict[Any, SavedView | None]] = None, [], {}  # of those, and known views
-        self._in_flight: Sequence[tuple[tuple[int, ...], Handle[Gathered]]] = ()
+        self._in_flight: list[tuple[tuple[int, ...], Handle[Gathered]]] = []
         self._arrivals: list[Any] = []  # of shards that are copied from their home to where they are gathered
         self._parts: tuple[list[Tensor], list[Bucket]] | None = None  # in their place, until they are gathered again
         self._shards: list[Tensor] = []  # what was gathered, and how often it had been written to
@@ -506,25 +507,30 @@ class Copies:
         self._joined_in = self.unit.model.schedule.serial
         self.unit.model.eviction.after_touch(self.unit)
 
-    def gather(self) -> None:
-        """Start to gather; a no-op while fresh copies are there or under way."""
+    def gather(self, *, is_ahead: bool = False) -> bool:
+        """Start to gather; a no-op while fresh copies are there or under way.
+
+        Gives whether they are, now: ahead of a use, parameters that have no memory yet are no error.
+        """
         if self.residency is not Residency.SHARDED and self.are_fresh():
             if self.residency is Residency.IN_PARTS:
                 self._gather_parts()
-            return
+            return True
         unit, model = self.unit, self.unit.model
-        model.regions.check_gather(unit)
+        if model.regions.open_label is not None:
+            model.regions.check_gather(unit)
         if self.residency is not Residency.SHARDED:
             self.discard()
         if self.is_primary:
             self.dtypes = unit.dtypes_to_gather()
         buckets = self.buckets
         if names := self._on_meta(buckets):
+            if is_ahead:
+                return False
             refuse_meta(names)
         model.eviction.note_gather(unit)
         self._touched_in = -1
         self._gathered_by = buckets
-        in_flight: list[tuple[tuple[int, ...], Handle[Gathered]]] = []
         with outside_autograd(), profiled("gather", unit.label, model.token):
             storages = list(map(_STORAGE_OF, unit.params))
             rows = self._rows.of(buckets, storages) if self.is_primary else [None] * len(buckets)
@@ -534,29 +540,16 @@ class Copies:
             extensions = unit.extensions if self._extensions is None else None
             shards = extensions.exact(self._shards) if extensions is not None else self._shards
             side = self._beside.begin(self._shards, self.wait) if self._beside is not None else None
-            for bucket, row, on_host in zip(buckets, rows, once, strict=True):
-                parts = [shards[slot] for slot in bucket.slots]
-                if on_host is not None:
-                    in_flight.append(
-                        (bucket.slots, on_host.gather(parts, label=self.unit.label, tag=self._tag(bucket)))
-                    )
-                    continue
-                if bucket.offload is None:
-                    in_flight.append((bucket.slots, self._start(bucket, parts, side, row=row)))
-                    continue
-                stream = model.copy_stream(bucket.offload, inward=True)
-                with stream.open():
-                    staged = stream.copy_in(parts, row, bucket.plan)
-                    self._arrivals.append(staged.arrival)
-                    is_ready = bucket.group.sends_rows and staged.row.dtype == bucket.dtype
-                    row = staged.row if is_ready else None
-                    in_flight.append((bucket.slots, self._start(bucket, staged.shards, None, row=row)))
+            self._in_flight = [
+                (bucket.slots, self._start(bucket, shards, storages, row, on_host, side))
+                for bucket, row, on_host in zip(buckets, rows, once, strict=True)
+            ]
             if self._extensions is not None:
-                in_flight += self._extensions.start(model.pool)
-        self._in_flight = in_flight
+                self._in_flight += self._extensions.start(model.pool)
         self._become(Residency.IN_FLIGHT)
-        if self.host_values is not None and self.host_values.are_late:
+        if self.host_values and self.host_values.are_late:
             self.wait()  # peers that use them wait for this rank's part, whatever it does meanwhile
+        return True
 
     def is_held(self, storage: ShardStorage) -> bool:
         """As `SendRows.is_held`."""
@@ -594,17 +587,45 @@ class Copies:
             found.append(made)
         return found
 
-    def _start(self, bucket: Bucket, shards: Sequence[Tensor], side: SideStream | None, **how: Any) -> Handle[Gathered]:
-        """Start to gather a bucket."""
-        label = self.unit.label if self.is_primary else f"{self.unit.label}, in its own dtype"
-        how |= {"label": label, "tag": self._tag(bucket), "pool": self.unit.model.pool}
-        with opened(side, bucket) if side is not None else nullcontext(enter_result=False) as is_beside:
-            return collectives.all_gather(shards, bucket.plan, bucket.group, is_beside=is_beside, **how)
+    def _start(
+        self,
+        bucket: Bucket,
+        shards: Sequence[Tensor],
+        storages: Sequence[ShardStorage],
+        row: Tensor | None,
+        on_host: HostCopy | None,
+        side: SideStream | None,
+    ) -> Handle[Gathered]:
+        """Start to gather a bucket.
 
-    def _tag(self, bucket: Bucket) -> int:
-        """Stands for what the shards of a bucket were written with."""
-        params = self.unit.params
-        return collectives.tag_of(signatures_of([params[slot].shard_storage for slot in bucket.slots]))
+        Args:
+            bucket: Which of the unit's parameters.
+            shards: Of all of them.
+            storages: Of all of them.
+            row: That those of the bucket lie in, if they do.
+            on_host: Where the ranks of a host read the full values in one place, if they do.
+            side: The stream to start it in, if not the current one.
+        """
+        unit, model = self.unit, self.unit.model
+        if len(bucket.slots) < len(shards):
+            shards, storages = [shards[slot] for slot in bucket.slots], [storages[slot] for slot in bucket.slots]
+        tag = collectives.tag_of(signatures_of(storages))
+        if on_host is not None:
+            return on_host.gather(shards, label=unit.label, tag=tag)
+        plan, group = bucket.plan, bucket.group
+        label = unit.label if self.is_primary else f"{unit.label}, in its own dtype"
+        how: dict[str, Any] = {"label": label, "tag": tag, "pool": model.pool}
+        if bucket.offload is not None:
+            stream = model.copy_stream(bucket.offload, inward=True)
+            with stream.open():
+                staged = stream.copy_in(shards, row, plan)
+                self._arrivals.append(staged.arrival)
+                is_ready = group.sends_rows and staged.row.dtype == bucket.dtype
+                return collectives.all_gather(staged.shards, plan, group, row=staged.row if is_ready else None, **how)
+        if side is None:
+            return collectives.all_gather(shards, plan, group, row=row, **how)
+        with opened(side, bucket) as is_beside:
+            return collectives.all_gather(shards, plan, group, row=row, is_beside=is_beside, **how)
 
     def keep_parts(self, num_ranks: int) -> None:
         """Let go of them but for a part, of which as many neighbouring ranks hold all: enough for the next gather."""
@@ -654,6 +675,8 @@ class Copies:
         return self._on_meta(self.buckets)
 
     def _on_meta(self, buckets: Sequence[Bucket]) -> list[str]:
+        if self._extensions is None and not any(map(_IS_META, buckets)):
+            return []
         slots = [slot for bucket in buckets if bucket.is_meta for slot in bucket.slots]
         apart = self._extensions.slots if self._extensions is not None else ()
         slots += [slot for slot in apart if self.unit.params[slot].is_meta]
@@ -663,7 +686,7 @@ class Copies:
         """Wait for the gather that is under way, if one is."""
         if self.residency is not Residency.IN_FLIGHT:
             return
-        in_flight, self._in_flight = self._in_flight, ()
+        in_flight, self._in_flight = self._in_flight, []
         fulls: list[Any] = [None] * len(self.unit.params)
         try:
             with outside_autograd(), profiled("gather_wait", self.unit.label, self.unit.model.token):
@@ -704,18 +727,19 @@ class Copies:
 
     def discard(self) -> None:
         """`drop`, also of a gather that is under way: the peers may want its messages, or be elsewhere by now."""
-        in_flight, self._in_flight = self._in_flight, ()
-        while self._arrivals:
-            self._arrivals.pop().synchronize()
-        with outside_autograd():
-            for _, handle in in_flight:
-                gathered = handle.discard()
-                if gathered is not None and gathered.memory is not None:
-                    self.memories.append(gathered.memory)
-                del gathered
-        if self._beside is not None and self.residency is Residency.IN_FLIGHT:
-            self._beside.end()
-        del in_flight
+        if self.residency is Residency.IN_FLIGHT:
+            in_flight, self._in_flight = self._in_flight, []
+            while self._arrivals:
+                self._arrivals.pop().synchronize()
+            with outside_autograd():
+                for _, handle in in_flight:
+                    gathered = handle.discard()
+                    if gathered is not None and gathered.memory is not None:
+                        self.memories.append(gathered.memory)
+                    del gathered
+            if self._beside is not None:
+                self._beside.end()
+            del in_flight
         self.drop()
 
     def drop(self) -> None:
@@ -735,7 +759,7 @@ class Copies:
         memories, self.memories = self.memories, []
         while memories:
             self.unit.model.pool.give(memories.pop())
-        if self.host_values is not None:
+        if self.host_values:
             self.host_values.end()
 
 

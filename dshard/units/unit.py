@@ -279,10 +279,7 @@ class Unit:
         """Start to gather ahead of the use, unless there is no need; gives whether it did."""
         if self.settings.num_slices > 1:
             return self.first_slice is not None and bool(self.first_slice.prefetch())
-        if self.is_whole or self.copies.is_current or self.copies.on_meta():
-            return False
-        self.copies.gather()
-        return True
+        return not (self.is_whole or self.copies.is_current) and self.copies.gather(is_ahead=True)
 
     def wait(self) -> None:
         """Wait for the gather that is under way, if one is."""

@@ -342,6 +342,7 @@ class HostValues:
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[object, HostCopy | None]] = {}  # by id of a bucket, which is kept
+        self._made: list[HostCopy] = []  # of these
 
     def of(
         self,
@@ -372,6 +373,7 @@ class HostValues:
             if not may_share or not shares_memory(group):
                 return None
             self._known[id(bucket)] = bucket, make_host_copy(plan, group, label=label)
+            self._note_made()
         made = self._known[id(bucket)][1]
         if made is not None:
             made.arrange(storages, is_cast=is_cast)
@@ -381,10 +383,10 @@ class HostValues:
         """Forget all buckets but these; shards that lie in the memory of others keep it."""
         current = set(map(id, buckets))
         self._known = {key: known for key, known in self._known.items() if key in current}
+        self._note_made()
 
-    @property
-    def _made(self) -> list[HostCopy]:
-        return [made for _, made in self._known.values() if made is not None]
+    def _note_made(self) -> None:
+        self._made = [made for _, made in self._known.values() if made is not None]
 
     def __bool__(self) -> bool:
         """Whether there are any; alike on all ranks."""
