@@ -458,12 +458,16 @@ def users_hooks(param: ShardedTensor) -> tuple[list[Any], list[Any]]:
     return others, [hook for hook in known_after.values() if hook is not keep_own_dtype]
 
 
-def may_be_hooked(param: ShardedTensor) -> bool:
-    """Whether a program may have hooks of its own on the gradient of a parameter, its accumulation, or its node."""
-    hooks, hooks_after = param._backward_hooks, param._post_accumulate_grad_hooks
-    if param.is_node_known or (hooks is not None and len(hooks) > 1):
-        return True
-    return hooks_after is not None and len(hooks_after) > (param.wire_precision is not None)
+def which_may_be_hooked(unit: Unit, slots: Sequence[int]) -> set[int]:
+    """Of which parameters a program may have hooks of its own on the gradient, its accumulation, or its node."""
+    found = set[int]()
+    for slot in slots:
+        param = unit.params[slot]
+        hooks, hooks_after = param._backward_hooks, param._post_accumulate_grad_hooks
+        is_known = param.is_node_known or (hooks is not None and len(hooks) > 1)
+        if is_known or (hooks_after is not None and len(hooks_after) > (param.wire_precision is not None)):
+            found.add(slot)
+    return found
 
 
 def hook_gradient(param: ShardedTensor) -> None:

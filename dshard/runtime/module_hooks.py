@@ -87,13 +87,13 @@ def converted(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """
     if isinstance(value, Tensor):
         return change(value)
-    if isinstance(value, Mapping):
-        return _with_items(value, _changed(value.items(), change))
     if isinstance(value, PackedSequence):  # a tuple that is not made of its items alone
         data = change(value.data)
         return value if data is value.data else PackedSequence(data, *value[1:])
     if isinstance(value, (list, tuple)):
         return _with_items(value, _changed(enumerate(value), change))
+    if isinstance(value, Mapping):
+        return _with_items(value, _changed(value.items(), change)) if value else value
     if isinstance(value, (set, frozenset)):
         items = [(item, converted(item, change)) for item in value]
         return type(value)(new for _, new in items) if any(old is not new for old, new in items) else value

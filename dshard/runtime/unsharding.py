@@ -9,7 +9,6 @@ Autograd saves views of full tensors. It is given their place in the unit instea
 puts below all others, and gets them again, gathered, in backward: so nothing but the unit itself holds its memory.
 """
 
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from operator import attrgetter
@@ -23,7 +22,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from dshard.autograd import in_backward
 from dshard.compiling import skipped
 from dshard.errors import StateError
-from dshard.gradients.backward import Backward, may_be_hooked
+from dshard.gradients.backward import Backward, which_may_be_hooked
 from dshard.layout import SMALL_GRAD_BYTES
 from dshard.runtime.late import num_registrations
 from dshard.runtime.unsharded import UnshardedParameter
@@ -171,6 +170,7 @@ class Unsharding:
         unit, model = self._unit, self._unit.model
         if (
             self._writes
+            or not self._places
             or unit.num_pins
             or unit.extensions is not None
             or unit.settings.num_slices > 1
@@ -180,8 +180,6 @@ class Unsharding:
         if model.forwards.is_autocasting or unit in model.regions.units or model.regions.open_label is not None:
             return False
         if peek_interpreter_stack() is not None or torch._C._get_dispatch_mode(_FAKE) is not None:
-            return False
-        if not self._places:
             return False
         if in_backward():
             return self._was_open
@@ -239,17 +237,18 @@ class Unsharding:
         By themselves are those with hooks of the program, for a node runs where any of its results was used; and, where
         large gradients are packed as they come rather than kept until all are there, those that have large ones.
         """
-        unit, params = self._unit, self._unit.params
-        together: list[int] = []
+        unit, params, trainable = self._unit, self._unit.params, self._unit.trainable
+        watched = which_may_be_hooked(unit, trainable)
+        together = [slot for slot in trainable if slot not in watched] if watched else trainable
         apart: list[int] = []
-        watched: list[int] = []
-        most = SMALL_GRAD_BYTES if not unit.has_streams else sys.maxsize
-        for slot in unit.trainable:
-            is_large = fulls[slot].nbytes > most
-            (watched if may_be_hooked(params[slot]) else apart if is_large else together).append(slot)
+        if not unit.has_streams:
+            apart = [slot for slot in together if fulls[slot].nbytes > SMALL_GRAD_BYTES]
+            together = [slot for slot in together if slot not in apart] if apart else together
         unit.num_unshards += torch.is_grad_enabled() and not in_backward()
         with torch.enable_grad():
-            for slot in watched:  # first, so that its gradient comes last: a hook that reads it has the unit's leave
+            for slot in sorted(
+                watched
+            ):  # first, so that its gradient comes last: a hook that reads it has the unit's leave
                 (made[slot],) = _Unshard.of(unit, None, kind, [fulls[slot]], [params[slot]])
             for slots in (together, *([slot] for slot in apart)):
                 if slots:

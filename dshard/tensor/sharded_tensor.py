@@ -845,10 +845,10 @@ class MixedShardedTensor(ShardedTensor):
             return result
 
 
-def note_forward(num_running: int) -> None:
-    """Forwards of modules under mixed precision began, or ended: the change in their number, in this process."""
+def note_forward(change: int) -> None:
+    """A model under mixed precision began its forward, or ended it: the change in their number, in this process."""
     before = MixedShardedTensor._num_forwards
-    now = MixedShardedTensor._num_forwards = max(0, before + num_running)
+    now = MixedShardedTensor._num_forwards = max(0, before + change)
     if (before > 0) != (now > 0):
         MixedShardedTensor.__torch_function__ = MixedShardedTensor._in_forward if now else _OFF
         if now:

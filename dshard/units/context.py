@@ -603,7 +603,7 @@ class Forwards:
         self.num_running = 0  # nested ones too
         self.regions = Regions()
         self.is_autocasting = False  # the one that started or ended last
-        self._num_told = 0  # of them, to parameters under mixed precision
+        self._is_told = False  # parameters under mixed precision know that some run, or may again
         self._awaits_backward = False  # in which parts of a forward may run again
         self._is_mixed = False
         self._is_plain: bool | None = None  # whether no value depends on where it is used; as soon as it is asked for
@@ -615,12 +615,12 @@ class Forwards:
 
     def note_running(self, change: int) -> None:
         """A forward of a module starts, or ends: `change` is 1 or -1."""
-        num_running = self.num_running + change
-        if self._is_plain and num_running >= 0:
+        num_running = max(0, self.num_running + change)
+        if num_running and self.num_running and self._is_plain is not None:  # one within another
             self.num_running = num_running
-            self.is_autocasting = num_running > 0 and torch.is_autocast_enabled(self._device_type)
+            self.is_autocasting = torch.is_autocast_enabled(self._device_type)
         else:
-            self.set_running(max(0, num_running))
+            self.set_running(num_running)
 
     def set_running(self, num_running: int) -> None:
         """So many forwards run."""
@@ -629,14 +629,14 @@ class Forwards:
             self._is_mixed = any(unit.is_mixed for unit in units)
             self._is_plain = all(unit.is_plain for unit in units)
             self._device_type = next((p.shard_group.device_type for unit in units for p in unit.params), "cpu")
-        told = num_running + self._awaits_backward if self._is_mixed else 0
+        is_told = self._is_mixed and (num_running > 0 or self._awaits_backward)
         if num_running and not self.num_running and not self._is_plain:
             self.regions.begin()
         elif not num_running:
             self.regions.end()
-        if told != self._num_told:
-            note_forward(told - self._num_told)
-            self._num_told = told
+        if is_told != self._is_told:
+            note_forward(1 if is_told else -1)
+            self._is_told = is_told
         self.num_running = num_running
         # Asked here, for within the operations that it casts for, autocast says that it is off.
         self.is_autocasting = self.num_running > 0 and torch.is_autocast_enabled(self._device_type)

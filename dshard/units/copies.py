@@ -277,6 +277,7 @@ def _forget(storage: int, gone: "weakref.ref[FullTensors]", known: dict[int, Any
         del known[storage]
 
 
+_NOWHERE = MadeIn(None)
 _MAX_VIEWS = 64  # of gathered copies that are remembered
 
 
@@ -341,7 +342,7 @@ class Copies:
         self._versions: list[int] = []
         self._joined_in = -1  # the phase in which they were gathered because other ranks may use them
         self._touched_in = -1  # the phase in which they were touched, if they were since they were gathered
-        self._made_in = MadeIn(None)  # they, or the parts in their place
+        self._made_in = _NOWHERE  # they, or the parts in their place
         self._rows = SendRows(unit.params)
         self._beside = Beside(unit) if is_primary and unit.has_streams else None
         self.host_values = HostValues() if is_primary else None
@@ -712,7 +713,7 @@ class Copies:
                 self._beside.end()
         self._fulls = list(map(tp_operand, fulls, self.unit.params)) if TPShardLayout.num_made else fulls
         self._parts = None
-        self._made_in = MadeIn(self.unit.device)
+        self._made_in = MadeIn(self.unit.device) if self.unit.has_streams else _NOWHERE
         self._become(Residency.GATHERED)
 
     def are_fresh(self) -> bool:

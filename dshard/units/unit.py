@@ -82,6 +82,8 @@ class Unit:
         extended = tuple(slot for slot, param in enumerate(self.params) if subclass_gathers(param.shard_storage.tensor))
         self.extensions = Extensions(self, extended) if extended else None
         self.device = self.params[0].shard_group.device if self.params else None  # on which they are used
+        # Whether that goes on behind the host.
+        self.has_streams = self.device is not None and self.device.type not in ("cpu", "meta")
         self.copies = Copies(self, computes, is_primary=True)
         self.exact = Copies(self, (None,) * len(computes), is_primary=False) if any(computes) else self.copies
         self._offloads = tuple(param.offload for param in self.params)
@@ -102,11 +104,6 @@ class Unit:
     def casts_are_learned(self) -> bool:
         """Whether autocast casts some of the parameters, so that they are gathered in other dtypes at times."""
         return self._learned is not None
-
-    @property
-    def has_streams(self) -> bool:
-        """Whether the device that it is used on goes on behind the host."""
-        return self.device is not None and self.device.type not in ("cpu", "meta")
 
     @property
     def is_gathered(self) -> bool:
@@ -294,7 +291,7 @@ class Unit:
         if self.num_pins or self.copies.residency is self.exact.residency is Residency.SHARDED:
             return
         self.copies.discard()
-        if self.exact is not self.copies:
+        if self.exact.residency is not Residency.SHARDED:
             self.exact.discard()
         self.is_requested = False
         self.model.eviction.note_free(self)
