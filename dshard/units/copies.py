@@ -163,17 +163,20 @@ class Beside:
         self._unit = unit
         self._known: tuple[int, Any] = -1, None  # the phase of the last gather behind all else, and what it gathered
 
-    def begin(self, shards: Sequence[Tensor], wait: Callable[[], None]) -> SideStream | None:
+    def begin(
+        self, storages: Sequence[ShardStorage], shards: Sequence[Tensor], versions: list[int], wait: Callable[[], None]
+    ) -> SideStream | None:
         """A gather is to start; gives the stream for it, if not the current one.
 
         Args:
-            shards: That are gathered.
+            storages: Of all shards of the unit.
+            shards: They.
+            versions: Theirs.
             wait: Ends the gather; called ahead of writes to the shards.
         """
-        storages = [param.shard_storage for param in self._unit.params]
         for storage in storages:
             storage.before_write = wait
-        found = [(id(s), s._version, each.signature) for s, each in zip(shards, storages, strict=True)]
+        found = list(map(id, shards)), versions, signatures_of(storages)
         serial = self._unit.model.schedule.serial
         if in_backward() and self._known == (serial - 1, found):
             return self._side()
@@ -540,7 +543,9 @@ class Copies:
             self._versions = list(map(_VERSION_OF, self._shards))
             extensions = unit.extensions if self._extensions is None else None
             shards = extensions.exact(self._shards) if extensions is not None else self._shards
-            side = self._beside.begin(self._shards, self.wait) if self._beside is not None else None
+            side = None
+            if self._beside is not None:
+                side = self._beside.begin(storages, self._shards, self._versions, self.wait)
             self._in_flight = [
                 (bucket.slots, self._start(bucket, shards, storages, row, on_host, side))
                 for bucket, row, on_host in zip(buckets, rows, once, strict=True)
