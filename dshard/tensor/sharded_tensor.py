@@ -209,10 +209,8 @@ class ShardedBase(DTensor):
         if self.awaiting_as is None or self.awaiting_as[0] is not spec:
             assert spec.tensor_meta is not None
             self.awaiting_as = spec, empty_of(spec.tensor_meta.dtype, self.storage_device)
-        out: ShardedTensor = _NEW(self.kin, self.awaiting_as[1], spec, requires_grad=False)  # as in `wrap`, but quicker
-        out._spec = spec
-        out.shard_storage, out.shard_group, out.given_name = storage, self.shard_group, self.given_name
-        return out
+        prototype = self.awaiting_as[1]
+        return self.kin.wrap(storage, spec, self.shard_group, name=self.given_name, prototype=prototype)
 
     def view_spec(self, meta: ViewMeta, lie: Placement | None = None) -> DTensorSpec:
         """DTensor's description of a view, which lies so along each dim of the mesh; by default it is replicated."""
