@@ -137,14 +137,14 @@ class GradReduction:
             bucket = self._bucket = self._new_bucket()
         given = []
         for slot, param in zip(slots, params, strict=True):
-            known = storages.get(slot)
-            before = known() if known is not None else None
-            if known is not None and before is None:  # nobody took the gradient that is there
-                self._forget(slot)
-            out = param.awaiting(before or self._make_storage(slot, param))
+            before = storages[slot]() if slot in storages else None
             if before is not None:
-                out.is_added_up = True
-            given.append(out)
+                given.append(param.awaiting(before))
+                given[-1].is_added_up = True
+                continue
+            if slot in storages:  # nobody took the gradient that is there
+                self._forget(slot)
+            given.append(param.awaiting(self._make_storage(slot, param)))
         bucket.add([index_of[slot] for slot in slots], grads, may_wait=may_wait)
         if is_given:
             return given

@@ -1,6 +1,7 @@
 """What a parameter is within its module's forward: its full tensor, which answers for it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import repeat
 from typing import Any, ClassVar
 
 import torch
@@ -24,16 +25,17 @@ class UnshardedParameter(nn.Parameter):
     sharded: Any
 
     @classmethod
-    def of(cls, full: Tensor, sharded: Any) -> "UnshardedParameter":
-        """One that shares memory, and the counter of writes, with a full tensor.
+    def of(cls, fulls: Sequence[Tensor], sharded: Sequence[Any]) -> "tuple[UnshardedParameter, ...]":
+        """Those that share memory, and the counters of writes, with full tensors.
 
         Args:
-            full: Gathered.
-            sharded: The parameter.
+            fulls: Gathered.
+            sharded: Of each, the parameter.
         """
-        out: UnshardedParameter = _make_subclass(cls, full)
-        out.__dict__["sharded"] = sharded
-        return out
+        made = tuple(map(_make_subclass, repeat(cls), fulls))
+        for out, param in zip(made, sharded, strict=True):
+            out.__dict__["sharded"] = param
+        return made
 
     @property
     def data(self) -> Tensor:

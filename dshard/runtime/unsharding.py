@@ -50,7 +50,7 @@ class _Unshard(torch.autograd.Function):
     def forward(ctx: Any, unit: Unit, slots: Sequence[int] | None, kind: "_Kind", fulls: Any, *params: Any) -> Any:
         ctx.set_materialize_grads(False)
         ctx.unit, ctx.slots = unit, slots
-        return tuple(map(kind, fulls, params))
+        return kind(fulls, params)
 
     @classmethod
     def of(cls, unit: Unit, slots: Sequence[int] | None, kind: "_Kind", fulls: Any, params: Sequence[Any]) -> Any:
@@ -71,14 +71,16 @@ class _Unshard(torch.autograd.Function):
             return None, None, None, None, *backward.receive_together(unit, ctx.slots, grads, ctx.next_functions)
 
 
-_Kind = Callable[[Tensor, Any], Any]  # makes what stands in a parameter's place, of its full tensor and itself
+# Makes what stands in the places of parameters, of their full tensors and themselves.
+_Kind = Callable[[Sequence[Tensor], Sequence[Any]], tuple[Any, ...]]
 
 
-def _for_graphs(full: Tensor, param: Any) -> Tensor:
-    """What stands there where dynamo makes graphs: a plain tensor, to `isinstance` a parameter."""
-    out: Any = full.detach()
-    out._is_param = True
-    return out
+def _for_graphs(fulls: Sequence[Tensor], params: Sequence[Any]) -> tuple[Tensor, ...]:
+    """What stands there where dynamo makes graphs: plain tensors, to `isinstance` parameters."""
+    made: tuple[Any, ...] = tuple([full.detach() for full in fulls])
+    for out in made:
+        out._is_param = True
+    return made
 
 
 class _Place(NamedTuple):
@@ -224,8 +226,10 @@ class Unsharding:
         made: list[Any] = [None] * len(params)
         if not torch.is_inference_mode_enabled():
             self._record(kind, fulls, made)
-        for slot in [slot for slot, full in enumerate(made) if full is None]:
-            made[slot] = kind(fulls[slot], params[slot])
+        if missing := [slot for slot, full in enumerate(made) if full is None]:
+            given = kind([fulls[slot] for slot in missing], [params[slot] for slot in missing])
+            for slot, full in zip(missing, given, strict=True):
+                made[slot] = full
         self._fulls, self._made, self._versions = fulls, made, list(map(_VERSION_OF, made))
         for parameters, name, slot in self._places:
             if parameters.get(name) is params[slot]:  # else torch.func.functional_call has put another one there
@@ -355,7 +359,7 @@ class Unshardings:
         below = _hooks._top_saved_tensors_default_hooks(True)  # noqa: FBT003 - it takes no name
         if below is not None and getattr(below[0], "__module__", "") == _CHECKPOINT:
             return  # which counts what is saved, then and when it computes it again
-        _hooks._push_saved_tensors_default_hooks(*(_hooks_over(below) if below is not None else _HOOKS))
+        _hooks._push_saved_tensors_default_hooks(*(_hooks_over(*below) if below is not None else _HOOKS))
         _Transforms.begin()
         self.saves_places = True
 
@@ -420,18 +424,48 @@ _new: Any = tuple.__new__  # of what is made at each tensor that autograd saves:
 _Hook = Callable[[Any], Any]
 
 
-def _hooks_over(below: tuple[_Hook, _Hook] | None) -> tuple[_Hook, _Hook]:
+@skipped
+def _pack(tensor: Tensor) -> Any:
+    """What autograd keeps in the place of a tensor: its place in a unit, or the tensor.
+
+    That is without its history, for a result that an operation saves would keep the operation alive. Most were never
+    written to, and are kept as they are: each object of Python's that lives until backward is work for the garbage
+    collector.
+    """
+    try:
+        known = FULL_TENSORS.get(storage_address(tensor))
+    except NotImplementedError:  # a sparse tensor has no storage
+        known = None
+    if known is not None and (saved := _saved(tensor, known())) is not None:
+        return saved
+    if tensor.requires_grad and not isinstance(tensor, ShardedTensor):  # whose views are no results
+        tensor = tensor.detach()
+    version = tensor._version
+    return _new(_Kept, (tensor, version)) if version else tensor
+
+
+@skipped
+def _unpack(saved: Any) -> Tensor:
+    """The tensor that was kept. Where there are hooks, autograd leaves it to them to notice a write to it."""
+    kind = type(saved)
+    if kind is _Saved:
+        return _restored(saved)
+    tensor, version = saved if kind is _Kept else (saved, 0)
+    if tensor._version != version:
+        raise RuntimeError(_CHANGED.format(tensor.type(), list(tensor.shape), tensor._version, version))
+    return tensor
+
+
+def _hooks_over(pack_below: _Hook, unpack_below: _Hook) -> tuple[_Hook, _Hook]:
     """Hooks that save places in units, and all else as the hooks below them do."""
-    pack_below, unpack_below = below or (_keep, _kept)
 
     @skipped
     def pack(tensor: Tensor) -> Any:
         try:
             known = FULL_TENSORS.get(storage_address(tensor))
-        except NotImplementedError:  # a sparse tensor has no storage
+        except NotImplementedError:
             known = None
-        place = known() if known is not None else None
-        saved = _saved(tensor, place) if place is not None else None
+        saved = _saved(tensor, known()) if known is not None else None
         return pack_below(tensor) if saved is None else saved
 
     pack.is_own = True  # type: ignore[attr-defined]
@@ -452,27 +486,8 @@ def _run_early(node: Any) -> None:
         node._set_sequence_nr(_FIRST)
 
 
-def _keep(tensor: Tensor) -> Tensor | _Kept:
-    """Keep a tensor; without its history, for a result that an operation saves would keep the operation alive.
-
-    Most were never written to, and are kept as they are: each object of Python's that lives until backward is work for
-    the garbage collector.
-    """
-    if tensor.requires_grad and not isinstance(tensor, ShardedTensor):  # whose views are no results
-        tensor = tensor.detach()
-    version = tensor._version
-    return _new(_Kept, (tensor, version)) if version else tensor
-
-
-def _kept(saved: Any) -> Tensor:
-    """The tensor that `_keep` has kept. Where there are hooks, autograd leaves it to them to notice a write to it."""
-    tensor, version = saved if type(saved) is _Kept else (saved, 0)
-    if tensor._version != version:
-        raise RuntimeError(_CHANGED.format(tensor.type(), list(tensor.shape), tensor._version, version))
-    return tensor
-
-
-_HOOKS = _hooks_over(None)
+_HOOKS: tuple[_Hook, _Hook] = _pack, _unpack
+_pack.is_own = True  # type: ignore[attr-defined]
 
 
 class _Transforms:
@@ -522,10 +537,10 @@ _CHANGED = (
 )  # as autograd says it
 
 
-def _saved(tensor: Tensor, place: FullTensors) -> _Saved | None:
+def _saved(tensor: Tensor, place: FullTensors | None) -> _Saved | None:
     """What stands for a tensor in the memory of a unit's full tensors; None for what is no view of one of them."""
-    view = place.view_of(tensor)
-    if view is None:
+    view = place.view_of(tensor) if place is not None else None
+    if place is None or view is None:
         return None
     index = view.index
     if place.fulls[index]._version != place.versions[index]:
@@ -545,16 +560,9 @@ def _restored(saved: _Saved) -> Tensor:
         )
     if torch._C._len_torch_dispatch_stack():
         with _disable_current_modes():  # a checkpoint's counts operations, to find them again
-            return _view_in_backward(param, view)
-    return _view_in_backward(param, view)
-
-
-def _view_in_backward(param: Any, view: SavedView) -> Tensor:
-    """The full tensor of a parameter, gathered in backward, or the view of it."""
+            return view.of(param.gather_source.full_in_backward(param.gather_slot, view.dtype))
     full: Tensor = param.gather_source.full_in_backward(param.gather_slot, view.dtype)
-    if view.is_whole:
-        return full
-    return full.as_strided(view.size, view.stride, full.storage_offset() + view.start)
+    return full if view.is_whole else view.of(full)
 
 
 def _beside_modes() -> AbstractContextManager[Any]:

@@ -118,7 +118,8 @@ def _check(context: TracingContext) -> None:
 
 
 _NEW: Any = torch.Tensor._dtensor__new__
-_DTYPE: Any = torch.Tensor.dtype  # descriptor; autograd and torch's own code go by it
+_DTYPE: Any = torch.Tensor.dtype  # descriptors; autograd and torch's own code go by them
+_DEVICE: Any = torch.Tensor.device
 _TRACING = 3  # changes with the rules by which graphs are traced, which torch keeps on disk
 
 
@@ -208,9 +209,11 @@ class ShardedBase(DTensor):
         spec = self._spec
         if self.awaiting_as is None or self.awaiting_as[0] is not spec:
             assert spec.tensor_meta is not None
-            self.awaiting_as = spec, empty_of(spec.tensor_meta.dtype, self.storage_device)
-        prototype = self.awaiting_as[1]
-        return self.kin.wrap(storage, spec, self.shard_group, name=self.given_name, prototype=prototype)
+            self.awaiting_as = spec, empty_of(spec.tensor_meta.dtype, self._device_to_autograd)
+        out: ShardedTensor = _NEW(self.kin, self.awaiting_as[1], spec, requires_grad=False)
+        out._spec = spec
+        out.shard_storage, out.shard_group, out.given_name = storage, self.shard_group, self.given_name
+        return out
 
     def view_spec(self, meta: ViewMeta, lie: Placement | None = None) -> DTensorSpec:
         """DTensor's description of a view, which lies so along each dim of the mesh; by default it is replicated."""
@@ -297,6 +300,11 @@ class ShardedBase(DTensor):
     def storage_device(self) -> torch.device:
         """The device of its shard."""
         found: torch.device = self.device
+        return found
+
+    @property
+    def _device_to_autograd(self) -> torch.device:
+        found: torch.device = _DEVICE.__get__(self)
         return found
 
     @property
@@ -863,9 +871,6 @@ def is_in_mixed_forward() -> bool:
 SHARDED.add(MixedShardedTensor)
 
 
-_DEVICE: Any = torch.Tensor.device  # descriptor; autograd and torch's own code go by it
-
-
 class OffloadedShardedTensor(MixedShardedTensor):
     """A sharded tensor of which the shard is in one place, its home, and the full value in another: that of its mesh.
 
@@ -893,6 +898,13 @@ class OffloadedShardedTensor(MixedShardedTensor):
         away = local if local.is_meta else empty_of(local.dtype, group.device)
         out = super().wrap(storage, spec, group, prototype=away, **options)
         out.__dict__["_home_device"] = local.device
+        OffloadedShardedTensor.num_made += 1
+        return out
+
+    def awaiting(self, storage: ShardStorage) -> ShardedTensor:
+        """As of one that is where it computes."""
+        out = super().awaiting(storage)
+        out.__dict__["_home_device"] = self.storage_device
         OffloadedShardedTensor.num_made += 1
         return out
 

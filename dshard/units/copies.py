@@ -224,6 +224,10 @@ class SavedView:
     start: int
     is_whole: bool
 
+    def of(self, full: Tensor) -> Tensor:
+        """It, of the full tensor."""
+        return full.as_strided(self.size, self.stride, full.storage_offset() + self.start)
+
 
 @dataclass(slots=True, weakref_slot=True, eq=False)
 class FullTensors:
@@ -246,11 +250,12 @@ class FullTensors:
     def view_of(self, tensor: Tensor) -> SavedView | None:
         """How a tensor in this memory lies in one of them; None for what is no view of one."""
         key: Any = tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
-        if key not in self.views:
+        known = self.views.get(key, key)
+        if known is key:
             if len(self.views) >= _MAX_VIEWS:
                 self.views.clear()
-            self.views[key] = self._find(*key)
-        return self.views[key]
+            known = self.views[key] = self._find(*key)
+        return known
 
     def _find(self, offset: int, size: torch.Size, stride: tuple[int, ...], dtype: torch.dtype) -> SavedView | None:
         index = bisect_right(self.starts, offset) - 1
