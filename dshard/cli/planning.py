@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from dshard import arguments
 from dshard.cli.models import build_model
 from dshard.cli.usage import PICTURES, UsageError, add_command, check_output, count, named
-from dshard.planner import Cluster, Device, Plan, Rates, Training, cluster_of
+from dshard.planner import Cluster, Device, Plan, Rates, Training, WholeSteps, cluster_of
 from dshard.planner.devices import find_device
 from dshard.planner.rates import IN_TEN, find_rates
 from dshard.planner.texts import aligned, bytes_text, parse_bytes
@@ -30,7 +30,9 @@ from dshard.testing import fake_world
 
 _PLANNED = "plan"  # in the place of a strategy
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
-_STATE_BYTES = {"adamw": (8, 4), "momentum": (4, 0), "sgd": (0, 0)}  # per element: kept, and during a step
+_MUON = "muon"
+# Per element: kept, and during a step; Muon's is of what it leaves to AdamW.
+_STATE_BYTES = {"adamw": (8, 4), "adamw8bit": (2.05, 0), _MUON: (8, 4), "momentum": (4, 0), "sgd": (0, 0)}
 
 
 def add_parsers(commands: Any) -> None:
@@ -80,7 +82,12 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         model.add_argument(
             name, choices=tuple(_DTYPES.values()), type=lambda name: _DTYPES.get(name, name), default=default, help=text
         )
-    model.add_argument("--optimizer", choices=tuple(_STATE_BYTES), default="adamw", help="(%(default)s)")
+    model.add_argument(
+        "--optimizer",
+        choices=tuple(_STATE_BYTES),
+        default="adamw",
+        help="(%(default)s; muon: of all matrices but embeddings and heads, adamw of the rest)",
+    )
     model.add_argument(
         "--margin", type=float, metavar="PERCENT", help="by which a simpler plan may be slower; 0 for the fastest (3)"
     )
@@ -197,6 +204,7 @@ def _target(args: argparse.Namespace) -> Iterator[Target]:
         *_STATE_BYTES[args.optimizer],
         tokens_per_sample=sampled.num_tokens,
         is_compiled=args.compile,
+        whole=WholeSteps(_hidden_matrices(model)) if args.optimizer == _MUON else None,
     )
     heading = f"{args.model}: {sum(p.numel() for p in model.parameters()):,} parameters, {device.name}"
     with cut_layers(model, args.tensor_parallel):
@@ -210,6 +218,12 @@ def _target(args: argparse.Namespace) -> Iterator[Target]:
             offload=args.offload,
         )
         yield Target(heading, profile, device, rates, limit, args)
+
+
+def _hidden_matrices(model: nn.Module) -> list[str]:
+    """Names of the matrices that Muon is for: not those of embeddings, nor of heads, which have the shapes of these."""
+    others = {module.weight.shape for module in model.modules() if isinstance(module, nn.Embedding)}
+    return [name for name, p in model.named_parameters() if p.ndim == 2 and p.shape not in others]
 
 
 def _check_strategies(names: list[str] | None, worlds: list[int]) -> None:

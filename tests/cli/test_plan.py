@@ -87,6 +87,19 @@ def test_plan_finds_the_batch_that_fits_and_takes_the_strategies_that_it_may(pri
     assert plan.model.batch_size > 1
 
 
+def test_optimizers_differ_in_what_they_keep_and_in_who_steps(printed, tmp_path):
+    peaks, steps = {}, {}
+    for optimizer in ("adamw", "muon", "adamw8bit", "sgd"):
+        printed("plan", *TINY, "--world", 8, "--strategy", "full", "--optimizer", optimizer, "--out", "plan.json")
+        plan = Plan.load(tmp_path / "plan.json")
+        owned = {param.name for unit in plan.model.units for param in unit.params if param.owner_work}
+        layers = {name for name, p in preset("gpt-nano").named_parameters() if "blocks." in name and p.ndim == 2}
+        assert owned == (layers if optimizer == "muon" else set())  # the embedding is the head, too
+        peaks[optimizer], steps[optimizer] = plan.peak_bytes, plan.step_s
+    assert peaks["adamw"] > peaks["adamw8bit"] > peaks["sgd"]
+    assert steps["muon"] > steps["adamw"]
+
+
 def test_plan_takes_the_margin_that_it_is_told(printed, tmp_path):
     """Of communication that an A100 hides: all full, unless the fastest is asked for."""
     options = ("plan", "gpt2", "--device", "a100-40g", "--world", 8, "--batch", 8, "--out", "plan.json")
