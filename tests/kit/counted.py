@@ -135,8 +135,10 @@ def counted_peak(model: nn.Module, *optimizers: torch.optim.Optimizer) -> Iterat
     host_copies = [unit.copies.host_values for unit in units if unit.copies.host_values is not None]
     counted, take = CountedPeak(host_copies), BufferPool.take
 
-    def take_counted(self: BufferPool, num_bytes: int, device: torch.device, arena: Arena | None = None) -> Buffer:
-        buffer = take(self, num_bytes, device, arena)
+    def take_counted(
+        self: BufferPool, num_bytes: int, device: torch.device, arena: Arena | None = None, **how: Any
+    ) -> Buffer:
+        buffer = take(self, num_bytes, device, arena, **how)
         counted.pools.add(self)
         counted.note(buffer.memory, is_new=True)
         counted.sample()
