@@ -5,6 +5,8 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import repeat
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
@@ -23,6 +25,7 @@ from dshard.layout import MIN_DIRECT_BYTES, BucketLayout, ShardLayout
 from dshard.optimizer.rows import Rows
 from dshard.tensor import MixedShardedTensor, OffloadedShardedTensor, ShardedTensor
 from dshard.tensor.meshes import gathered_stride, group_of, placements_of, tp_layout_of
+from dshard.tensor.sharded_tensor import SHARDED
 from dshard.tensor.storage import ShardStorage
 from dshard.tensor.subclass_shards import holds_packed_bits, subclass_gathers
 from dshard.tensor.tp_params import local_gradient, shard_like
@@ -521,6 +524,8 @@ def repoint_optimizer(optimizer: Optimizer) -> None:
         optimizer.__dict__["_dshard_seen"] = seen
     for group in optimizer.param_groups:
         params = group["params"]
+        if SHARDED.issuperset(map(type, params)) and all(map(is_, map(_PLAIN, params), repeat(None))):
+            continue
         for i, old in enumerate(params):
             if isinstance(old, ShardedTensor) and old.plain is not None:
                 params[i] = old.plain
@@ -531,6 +536,7 @@ def repoint_optimizer(optimizer: Optimizer) -> None:
                     state[new] = _shard_state(values, new) if isinstance(new, ShardedTensor) else values
 
 
+_PLAIN = attrgetter("plain")
 _NUM_MOVES = [0]  # of parameters to other places, in this process
 
 

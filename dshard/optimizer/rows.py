@@ -27,7 +27,7 @@ _MAX_NUMEL = 1 << 14  # elements of a row: its memory is there until the last of
 _GRANULE = 8  # elements; a CPU's kernels, unlike CUDA's, compute what is left at the end of a tensor in another way
 _NAME = "_dshard_rows"
 
-_STORAGE, _GRAD = attrgetter("shard_storage"), attrgetter("grad")
+_STORAGE, _GRAD, _VIEW = attrgetter("shard_storage"), attrgetter("grad"), attrgetter("_view")
 
 
 class _Shapes:
@@ -108,7 +108,8 @@ class Row:
         self._shapes = _Shapes(shards)
         self._memory, self._grad_memory = _Memory(self._shapes, shards[0]), _Memory(self._shapes, shards[0])
         self.tensor = self._memory.row
-        self._grads: list[Tensor] = []  # the shards of gradients, from `begin` to `end`
+        self._stepped: list[Tensor] = []  # the shards, from `holds` or `begin` to `end`
+        self._grads: list[Tensor] = []  # and those of gradients
         self._values: list[Any] = []  # of all states of all parameters, in order
         self._states: list[ShardStorage] = []  # those of them that are shards, and these
         self._state_shards: list[Tensor] = []
@@ -167,8 +168,12 @@ class Row:
         self._state_shards = [storage.resolve() for storage in self._states]
         self._number_versions = self._versions()
 
-    def holds(self) -> bool:
-        """Whether shards, gradients and states are what they were but for their values, and can be stepped."""
+    def holds(self, grads: Sequence[Any]) -> bool:
+        """Whether shards, gradients and states are what they were but for their values, and can be stepped.
+
+        Args:
+            grads: Those of the parameters.
+        """
         storages = list(map(_STORAGE, self.params))
         shards = shards_of(storages)
         if not _are_same(storages, self._storages) or not _are_same(shards, [ref() for ref in self._shards]):
@@ -179,18 +184,20 @@ class Row:
             return False
         if not _are_same(shards_of(self._states), self._state_shards):
             return False
-        return self._lie_alike(list(map(_GRAD, self.params)))
+        self._stepped, self._grads = shards, self._lying_alike(grads)
+        return bool(self._grads)
 
-    def _lie_alike(self, grads: Sequence[Any]) -> bool:
-        """Whether gradients lie as the shards do: `_may_step` of each, for many."""
-        if not SHARDED.issuperset(map(type, grads)) or any(grad.is_view for grad in grads):
-            return False
+    def _lying_alike(self, grads: Sequence[Any]) -> list[Tensor]:
+        """The shards of gradients, if they lie as the parameters' do, else none: `_may_step` of each, for many."""
+        if not SHARDED.issuperset(map(type, grads)) or any(map(_VIEW, grads)):
+            return []
         storages = list(map(_STORAGE, grads))
         layouts = [storage.layout for storage in storages]
         if not _are_same(layouts, self._layouts) and layouts != self._layouts:
-            return False
+            return []
         shards = shards_of(storages)
-        return {*map(type, shards)} == {Tensor} and {shard.dtype for shard in shards} == {self.tensor.dtype}
+        is_alike = {*map(type, shards)} == {Tensor} and {shard.dtype for shard in shards} == {self.tensor.dtype}
+        return shards if is_alike else []
 
     @property
     def states(self) -> list[ShardStorage]:
@@ -200,10 +207,11 @@ class Row:
 
     def begin(self) -> dict[str, Any]:
         """Fill the row, which the optimizer is about to step; gives its states."""
-        grads: list[Any] = list(map(_GRAD, self.params))
-        self._grads = shards_of([grad.shard_storage for grad in grads])
+        if not self._stepped:  # it was made for this step
+            grads: list[Any] = list(map(_GRAD, self.params))
+            self._stepped, self._grads = shards_of(self._storages), shards_of([grad.shard_storage for grad in grads])
         with torch.no_grad():
-            self._memory.fill(shards_of(self._storages))
+            self._memory.fill(self._stepped)
             self._grad_memory.fill(self._grads)
         self.tensor.grad = self._grad_memory.row
         return dict(self._state)
@@ -223,13 +231,13 @@ class Row:
         has_grads = self.tensor.grad is not None  # else zero_grad() was called, after a step that raised
         self.tensor.grad = None
         with torch.no_grad():
-            self._memory.copy_to(shards_of(self._storages))
+            self._memory.copy_to(self._stepped)
             if has_grads and (writes_grads or self._grad_memory.is_written):
                 self._grad_memory.copy_to(self._grads)
             is_new = self._take(state)
         self._memory.free()
         self._grad_memory.free()
-        self._grads = []
+        self._stepped, self._grads = [], []
         for param in () if has_grads else self.params:
             param.grad = None
         torch.autograd.graph.increment_version([*self.params, *self._state_shards])
@@ -289,6 +297,8 @@ class Rows:
         self._have_grads = [param.grad is not None for param in self._params]
         self.rows = [Row(*each) for each in kinds or ()]
         self.of_param = {id(param): row for row in self.rows for param in row.params}
+        places = {id(param): place for place, param in enumerate(self._params)}
+        self._in_rows = [[places[id(param)] for param in row.params] for row in self.rows]  # among all parameters
         self._is_waiting = kinds is None
         self._note(optimizer)
 
@@ -321,6 +331,7 @@ class Rows:
         self._keys, named = list(optimizer.state), list(optimizer.state.values())
         self._places = [place for place, param in enumerate(self._keys) if id(param) in self.of_param]
         self._named = [named[place] for place in self._places]
+        self.has_all_states = len(self._places) == len(self._keys)
 
     @staticmethod
     def leave(optimizer: Optimizer) -> None:
@@ -338,13 +349,17 @@ class Rows:
         """Whether they are the rows of the optimizer as it is."""
         state = optimizer.state
         named = list(state.values())
+        grads = list(map(_GRAD, self._params))
         return (
             _are_same(params_of(optimizer), self._params)
             and _groups_of(optimizer) == self._groups
             and _are_same(state, self._keys)
-            and _are_same([named[place] for place in self._places], self._named)
-            and [grad is not None for grad in map(_GRAD, self._params)] == self._have_grads
-            and all(row.holds() for row in self.rows)
+            and _are_same(named if self.has_all_states else [named[place] for place in self._places], self._named)
+            and [grad is not None for grad in grads] == self._have_grads
+            and all(
+                row.holds([grads[place] for place in places])
+                for row, places in zip(self.rows, self._in_rows, strict=True)
+            )
         )
 
 

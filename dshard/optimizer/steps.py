@@ -4,6 +4,7 @@ import itertools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, ClassVar
 
 import torch
@@ -24,6 +25,7 @@ from dshard.tensor.storage import ShardStorage, begin_step, end_step, is_in_step
 from dshard.units.unit import Unit
 
 Listener = Callable[[Optimizer], object]
+_STORAGE, _GRAD, _SOURCE = attrgetter("shard_storage"), attrgetter("grad"), attrgetter("gather_source")
 
 
 class _Steps:
@@ -144,7 +146,7 @@ class _Count:
     @classmethod
     def of(cls, optimizer: Optimizer, written: Sequence[ShardedTensor]) -> "_Count":
         """Begin to count."""
-        own = [param.shard_storage for param in written]
+        own = list(map(_STORAGE, written))
         given = params_of(optimizer)
         if len(own) == len(given):
             return cls(optimizer, own, [])
@@ -167,11 +169,12 @@ class _Count:
 
 def _written(optimizer: Optimizer) -> list[ShardedTensor]:
     """Parameters that it is about to write."""
-    return [param for param in params_of(optimizer) if type(param) in SHARDED and param.grad is not None]
+    sharded = [param for param in params_of(optimizer) if type(param) in SHARDED]
+    return [param for param, grad in zip(sharded, map(_GRAD, sharded), strict=True) if grad is not None]
 
 
 def _units_of(params: Sequence[ShardedTensor]) -> list[Unit]:
-    sources = dict.fromkeys([param.gather_source for param in params])
+    sources = dict.fromkeys(map(_SOURCE, params))
     return [unit for unit in sources if isinstance(unit, Unit)]
 
 
@@ -179,7 +182,7 @@ def _await_readers(written: Sequence[ShardedTensor], units: Sequence[Unit]) -> N
     """Have nobody read the shards that are about to be written, where others may read them; else each write asks."""
     for unit in units:
         unit.make_way()
-    storages = [storage for param in written if (storage := param.shard_storage).home is not None]
+    storages = [storage for storage in map(_STORAGE, written) if storage.home is not None]
     homes = {id(storage.home): storage.home for storage in storages}
     read: set[int] = set()
     for key, home in homes.items():

@@ -128,7 +128,7 @@ def begin_swap(
             params.append(shard)
         groups.append(params)
     if shards or apart:
-        _swap(optimizer, groups, swapped, shards, apart, rows.rows if rows is not None else (), undo)
+        _swap(optimizer, groups, swapped, shards, apart, rows, undo)
     return True
 
 
@@ -138,12 +138,14 @@ def _swap(
     swapped: list[ShardedTensor],
     shards: list[Tensor],
     apart: Collection[int],
-    rows: Sequence[Row],
+    rows: Rows | None,
     undo: Callable[[], None],
 ) -> None:
     """Give an optimizer groups and states of shards; the hash of a tensor is its id, so ids serve as keys here."""
     of_param = dict(zip(map(id, swapped), shards, strict=True))
-    own = [(param, named) for param, named in optimizer.state.items() if not apart or id(param) not in apart]
+    has_own = rows is None or not rows.has_all_states
+    items = optimizer.state.items() if has_own else ()
+    own = [(param, named) for param, named in items if not apart or id(param) not in apart]
     values = [value for _, named in own for value in named.values()]
     sharded = [value for value in values if type(value) in SHARDED]
     for value in sharded:
@@ -156,10 +158,11 @@ def _swap(
     for param, named in own:
         state[of_param.get(id(param), param)] = dict(zip(named, rest, strict=False))  # takes as many as there are names
     params = [group["params"] for group in optimizer.param_groups]
-    for row in rows:
+    all_rows = rows.rows if rows is not None else []
+    for row in all_rows:
         state[row.tensor] = row.begin()
     versions = [shard._version for shard in shards]
-    _Current.swap = _Swap(optimizer, params, optimizer.state, swapped, shards, versions, seen, rows, undo)
+    _Current.swap = _Swap(optimizer, params, optimizer.state, swapped, shards, versions, seen, all_rows, undo)
     for group, standins in zip(optimizer.param_groups, groups, strict=True):
         group["params"] = standins
     optimizer.state = state
