@@ -244,19 +244,22 @@ class ShardGroup:
     def rows_for_gather(
         self, numel: int, dtype: torch.dtype, device: torch.device, pool: BufferPool, make: Callable[[Tensor], T]
     ) -> tuple[Buffer | None, T]:
-        """Memory for the rows of an all-gather, `numel` elements each, where it is the pool's; and cut by `make`."""
-        comm, memory, numel = self.comms.all_gather, self.comms.memory, self.num_ranks * numel
+        """Memory for an all-gather of rows, of `numel` elements: what is the pool's of it, and what `make` gives."""
+        comm, memory, total = self.comms.all_gather, self.comms.memory, self.num_ranks * numel
         if comm is not None:
-            return None, make(comm.allocate((numel,), dtype=dtype, device=device))
+            return None, make(comm.allocate((total,), dtype=dtype, device=device))
         if memory is not None:
-            return None, make(memory.allocate(numel, dtype, device, self.process_group))
-        buffer = pool.take(numel * dtype.itemsize, device, make=make)
+            return None, make(memory.allocate(total, dtype, device, self.process_group))
+        buffer = pool.take(total * dtype.itemsize, device, make=make)
         return buffer, buffer.cut(make)
 
     def rows_for_reduce(
         self, numel: int, dtype: torch.dtype, device: torch.device, pool: BufferPool, arena: Arena | None
     ) -> tuple[Tensor, Buffer | None]:
-        """As `rows_for_gather`, for the rows of a reduce-scatter, in an arena if one is given."""
+        """Memory for the rows of a reduce-scatter, shape (num_ranks, numel), and what is the pool's of it.
+
+        It lies in an arena if one is given.
+        """
         memory = self._memory_for_reduce
         if memory is not None:
             rows = memory.allocate(self.num_ranks * numel, dtype, device, self.reduce_group)

@@ -132,7 +132,7 @@ class Buffer:
         return self._cut
 
     def is_cut_by(self, make: Callable[[Tensor], Any] | None) -> bool:
-        """Whether `cut` was last called with this, so that its tensors are there."""
+        """Whether `cut` was last called with this, so that its tensors are there; with None, whether it never was."""
         return self._make == make
 
     def hand_out(self, in_use: _InUse) -> None:

@@ -186,7 +186,10 @@ class GatherPlan:
             slots: What `slots_in` gave.
         """
         if slots:
-            torch._foreach_copy_(slots, [shards[i] for i in self.packed])
+            values = [shards[i] for i in self.packed]
+            if not all(map(Tensor.is_contiguous, values)):  # which one kernel would not take, together with others
+                values = [value.contiguous() for value in values]
+            torch._foreach_copy_(slots, values)
 
     @property
     def send_numel(self) -> int:

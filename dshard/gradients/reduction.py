@@ -69,9 +69,9 @@ class GradReduction:
     _reduced: Reduced | None = None  # this rank's part of the result, or of what owes its all-reduce
     _copy_stream: CopyStream | None = None  # by which reduced shards go home
     _is_stepped_later = False
-    _arrival: Any = None  # of those that are on their way
-    _norms: Tensor | None = None  # of these
-    # That these lie in, by the address of their memory; weak, for it goes with the gradients.
+    _arrival: Any = None  # of reduced shards that are on their way home
+    _norms: Tensor | None = None  # of these shards
+    # The rows in which they have come home, by the address of their memory; weak, for they go with the gradients.
     _home_rows: "weakref.WeakValueDictionary[int, HomeRow] | None" = None
 
     def __init__(self, owner: "weakref.ref[_Owner]", bucket: Bucket, unit: Unit) -> None:
@@ -129,7 +129,12 @@ class GradReduction:
     ) -> list[ShardedTensor]:
         """Take full gradients of this rank and give the reduced ones, which are not there yet.
 
-        The arguments are those of `Backward.receive`, and the parameters.
+        Args:
+            slots: Numbers of parameters in the unit.
+            params: These.
+            grads: Of each, the gradient.
+            may_wait: Of each, whether nobody else can write to the gradient, so that it may be packed later.
+            is_given: Whether the reduced ones are for `.grad`, in the parameters' dtypes, whatever those of `grads`.
         """
         bucket, storages, index_of = self._bucket, self._storages, self._index_of
         if bucket is None:
@@ -306,23 +311,21 @@ class GradReduction:
             storage = ref()
             if storage is not None:
                 storage.deliver(shards[index_of[slot]])
-                if self._home_rows is not None:
-                    self._note_home(storage, slot)
+                self._note_home(storage, reduced, index_of[slot])
 
-    def _note_home(self, storage: ShardStorage, slot: int) -> None:
-        """A gradient has come home in a row, with others."""
-        assert self._reduced is not None
-        index = self._index_of[slot]
-        shard = self._reduced.shards[index]
+    def _note_home(self, storage: ShardStorage, reduced: Reduced, index: int) -> None:
+        """Where a gradient has come home: in which row, with which norms, and whether it awaits a deferred step."""
+        if self._home_rows is None:
+            return
+        shard = reduced.shards[index]
         storage.is_stepped_later = self._is_stepped_later
         if self._norms is not None:
             storage.norms = Norms(shard._version, *self._norms[:, index])
-        if self._home_rows is not None:
-            memory = shard.untyped_storage()
-            row = self._home_rows.get(memory._cdata)
-            if row is None:
-                row = self._home_rows[memory._cdata] = HomeRow(memory)
-            row.add(storage)
+        memory = shard.untyped_storage()
+        row = self._home_rows.get(memory._cdata)
+        if row is None:
+            row = self._home_rows[memory._cdata] = HomeRow(memory)
+        row.add(storage)
 
     def await_missing(self) -> None:
         """Have gradients that are there await what other ranks may add up unreduced, of parameters unused on this one.
@@ -352,8 +355,8 @@ class GradReduction:
                 continue
             owed = self._make_storage(param.gather_slot, param) if self.owes else None
             storage = owed or ShardStorage(reduced.shards[index], param.shard_layout, is_shared=True)
-            if owed is None and self._home_rows is not None:
-                self._note_home(storage, param.gather_slot)
+            if owed is None:
+                self._note_home(storage, reduced, index)
             if grad is None:
                 with torch.no_grad():
                     param.grad = param.like(storage)

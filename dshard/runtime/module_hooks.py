@@ -93,7 +93,7 @@ def converted(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(value, (list, tuple)):
         return _with_items(value, _changed(enumerate(value), change))
     if isinstance(value, Mapping):
-        return _with_items(value, _changed(value.items(), change)) if value else value
+        return _with_items(value, _changed(value.items(), change))
     if isinstance(value, (set, frozenset)):
         items = [(item, converted(item, change)) for item in value]
         return type(value)(new for _, new in items) if any(old is not new for old, new in items) else value

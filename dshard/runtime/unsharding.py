@@ -250,9 +250,8 @@ class Unsharding:
             together = [slot for slot in together if slot not in apart] if apart else together
         unit.num_unshards += torch.is_grad_enabled() and not in_backward()
         with torch.enable_grad():
-            for slot in sorted(
-                watched
-            ):  # first, so that its gradient comes last: a hook that reads it has the unit's leave
+            # First, so that its gradient comes last: a hook that reads it has those of the unit leave.
+            for slot in sorted(watched):
                 (made[slot],) = _Unshard.of(unit, None, kind, [fulls[slot]], [params[slot]])
             for slots in (together, *([slot] for slot in apart)):
                 if slots:
@@ -538,7 +537,12 @@ _CHANGED = (
 
 
 def _saved(tensor: Tensor, place: FullTensors | None) -> _Saved | None:
-    """What stands for a tensor in the memory of a unit's full tensors; None for what is no view of one of them."""
+    """What stands for a tensor in the memory of a unit's full tensors; None for what is no view of one of them.
+
+    Args:
+        tensor: That is to be saved.
+        place: These full tensors; None where they are no more.
+    """
     view = place.view_of(tensor) if place is not None else None
     if place is None or view is None:
         return None
@@ -561,8 +565,7 @@ def _restored(saved: _Saved) -> Tensor:
     if torch._C._len_torch_dispatch_stack():
         with _disable_current_modes():  # a checkpoint's counts operations, to find them again
             return view.of(param.gather_source.full_in_backward(param.gather_slot, view.dtype))
-    full: Tensor = param.gather_source.full_in_backward(param.gather_slot, view.dtype)
-    return full if view.is_whole else view.of(full)
+    return view.of(param.gather_source.full_in_backward(param.gather_slot, view.dtype))
 
 
 def _beside_modes() -> AbstractContextManager[Any]:

@@ -139,7 +139,6 @@ class ShardedBase(DTensor):
     is_added_up: bool = False  # as a gradient: already part of the buffer that `.grad` awaits
     grad_hook_handle: Any = None
     spec_in_dtype: Any = None  # its description, and that with the dtype that was asked for last
-    awaiting_as: tuple[DTensorSpec, Tensor] | None = None  # as what `awaiting` makes others: known from the last one
     stands_for: Any = None  # of a gradient that names another dtype, the one with the right name
     wire_precision: Precision | None = None  # of a parameter, in which dtypes it travels
     _kind: Any = None  # of a class made for precedence, the one that it stands for
@@ -206,11 +205,10 @@ class ShardedBase(DTensor):
 
     def awaiting(self, storage: ShardStorage) -> "ShardedTensor":
         """A tensor of this one's layout around a shard that is in flight, as a gradient is."""
-        spec = self._spec
-        if self.awaiting_as is None or self.awaiting_as[0] is not spec:
-            assert spec.tensor_meta is not None
-            self.awaiting_as = spec, empty_of(spec.tensor_meta.dtype, self._device_to_autograd)
-        out: ShardedTensor = _NEW(self.kin, self.awaiting_as[1], spec, requires_grad=False)
+        spec, meta = self._spec, self._spec.tensor_meta
+        assert meta is not None
+        # As `wrap`, in half of the time: one is made for each gradient.
+        out: ShardedTensor = _NEW(self.kin, empty_of(meta.dtype, _DEVICE.__get__(self)), spec, requires_grad=False)
         out._spec = spec
         out.shard_storage, out.shard_group, out.given_name = storage, self.shard_group, self.given_name
         return out
@@ -300,11 +298,6 @@ class ShardedBase(DTensor):
     def storage_device(self) -> torch.device:
         """The device of its shard."""
         found: torch.device = self.device
-        return found
-
-    @property
-    def _device_to_autograd(self) -> torch.device:
-        found: torch.device = _DEVICE.__get__(self)
         return found
 
     @property
@@ -837,7 +830,7 @@ class MixedShardedTensor(ShardedTensor):
     """
 
     __slotnames__: ClassVar[list[str]] = ShardedTensor.__slotnames__  # which `swap_tensors` reads of the very class
-    _num_forwards: ClassVar[int] = 0
+    _num_models: ClassVar[int] = 0  # whose forward runs, or may run again in part
     __torch_function__ = _OFF
 
     @classmethod
@@ -852,9 +845,13 @@ class MixedShardedTensor(ShardedTensor):
 
 
 def note_forward(change: int) -> None:
-    """A model under mixed precision began its forward, or ended it: the change in their number, in this process."""
-    before = MixedShardedTensor._num_forwards
-    now = MixedShardedTensor._num_forwards = max(0, before + change)
+    """A model under mixed precision begins its forward, or needs no more to be told of parts of it that run again.
+
+    Args:
+        change: In the number of such models, in this process: 1 or -1.
+    """
+    before = MixedShardedTensor._num_models
+    now = MixedShardedTensor._num_models = max(0, before + change)
     if (before > 0) != (now > 0):
         MixedShardedTensor.__torch_function__ = MixedShardedTensor._in_forward if now else _OFF
         if now:
@@ -865,7 +862,7 @@ def note_forward(change: int) -> None:
 
 def is_in_mixed_forward() -> bool:
     """Whether a forward of a module under mixed precision runs in this process."""
-    return MixedShardedTensor._num_forwards > 0
+    return MixedShardedTensor._num_models > 0
 
 
 SHARDED.add(MixedShardedTensor)

@@ -616,7 +616,7 @@ class Forwards:
     def note_running(self, change: int) -> None:
         """A forward of a module starts, or ends: `change` is 1 or -1."""
         num_running = max(0, self.num_running + change)
-        if num_running and self.num_running and self._is_plain is not None:  # one within another
+        if num_running and self.num_running and self._is_plain is not None:  # one within another, of which all know
             self.num_running = num_running
             self.is_autocasting = torch.is_autocast_enabled(self._device_type)
         else:

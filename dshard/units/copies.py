@@ -170,8 +170,8 @@ class Beside:
 
         Args:
             storages: Of all shards of the unit.
-            shards: They.
-            versions: Theirs.
+            shards: That are gathered, one in each of them.
+            versions: How often each of these was written to.
             wait: Ends the gather; called ahead of writes to the shards.
         """
         for storage in storages:
@@ -226,7 +226,7 @@ class SavedView:
 
     def of(self, full: Tensor) -> Tensor:
         """It, of the full tensor."""
-        return full.as_strided(self.size, self.stride, full.storage_offset() + self.start)
+        return full if self.is_whole else full.as_strided(self.size, self.stride, full.storage_offset() + self.start)
 
 
 @dataclass(slots=True, weakref_slot=True, eq=False)
@@ -519,7 +519,8 @@ class Copies:
     def gather(self, *, is_ahead: bool = False) -> bool:
         """Start to gather; a no-op while fresh copies are there or under way.
 
-        Gives whether they are, now: ahead of a use, parameters that have no memory yet are no error.
+        Gives whether they are there or under way afterwards. Ahead of a use they need not be: that parameters have no
+        memory yet is no error.
         """
         if self.residency is not Residency.SHARDED and self.are_fresh():
             if self.residency is Residency.IN_PARTS:
@@ -551,12 +552,13 @@ class Copies:
             side = None
             if self._beside is not None:
                 side = self._beside.begin(storages, self._shards, self._versions, self.wait)
-            self._in_flight = [
+            in_flight = [
                 (bucket.slots, self._start(bucket, shards, storages, row, on_host, side))
                 for bucket, row, on_host in zip(buckets, rows, once, strict=True)
             ]
             if self._extensions is not None:
-                self._in_flight += self._extensions.start(model.pool)
+                in_flight += self._extensions.start(model.pool)
+        self._in_flight = in_flight
         self._become(Residency.IN_FLIGHT)
         if self.host_values and self.host_values.are_late:
             self.wait()  # peers that use them wait for this rank's part, whatever it does meanwhile

@@ -106,3 +106,21 @@ def test_a_write_to_what_is_gathered_ahead_is_no_race_and_is_used(accelerators_a
             assert [each[0] for each in own] == pytest.approx([each[rank] for each in losses], rel=1e-9), mode
             for weight, right in zip(weights, plain.parameters(), strict=True):
                 torch.testing.assert_close(weight, right.detach(), rtol=1e-9, atol=1e-12)
+
+
+def train_where_it_is_moved() -> list[tuple[str, str]]:
+    ranks.begin(0, "random", with_cpu=True)
+    model = dshard.fully_shard(build().to("sim"), mesh=init_device_mesh("sim", (dist.get_world_size(),)))
+    found = []
+    for where in ("sim", "cpu", "sim"):
+        model.to(where)
+        model(batch(0, dist.get_rank()).to(where)).square().mean().backward()
+        grad: Any = model[0][0].weight.grad
+        found.append((grad.device.type, grad.to_local().device.type))
+        model.zero_grad()
+    return found
+
+
+def test_gradients_are_where_a_model_was_moved_to(accelerators_and_cpus: WorldPool):
+    for found in accelerators_and_cpus.run(2, train_where_it_is_moved):
+        assert found == [("sim", "sim"), ("cpu", "cpu"), ("sim", "sim")]

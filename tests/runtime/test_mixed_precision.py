@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import io
+from collections import UserDict
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch.func import functional_call
 
 import dshard
 from dshard.collectives import ReduceBucket
-from dshard.testing import WorldPool
+from dshard.testing import WorldPool, fake_world
 from tests.collectives.test_native_backends import native
 from tests.models import LanguageModel, ResidualMlp
 
@@ -709,3 +710,26 @@ def converted(dtypes: list[torch.dtype], policy: Any, how: str) -> list[bool]:
 @pytest.mark.parametrize("dtypes", [[BF16, F32, BF16], [F32, BF16, F32], [BF16, torch.float64, F32]], ids=str)
 def test_a_policy_holds_in_whatever_dtype_the_parameters_are_kept(worlds: WorldPool, dtypes, policy, how):
     assert worlds.run(2, converted, dtypes, policy, how) == [[True] * (len(dtypes) - 1)] * 2
+
+
+class Unasked(UserDict[str, Tensor]):
+    """A mapping that is neither true nor false, as tensordict's."""
+
+    def __bool__(self) -> bool:
+        raise RuntimeError("a mapping was asked whether it is true")
+
+
+class Picks(nn.Linear):
+    """A layer that takes a mapping and gives one."""
+
+    def forward(self, values: Unasked) -> Unasked:  # type: ignore[override]
+        return Unasked(out=super().forward(values["x"]))
+
+
+def test_a_mapping_that_is_neither_true_nor_false_is_cast():
+    with fake_world(0, 2):
+        model = dshard.fully_shard(
+            Picks(4, 4), mp_policy=MixedPrecisionPolicy(torch.bfloat16, output_dtype=torch.float64)
+        )
+        out = model(Unasked(x=torch.ones(2, 4)))
+        assert (type(out), out["out"].dtype) == (Unasked, torch.float64)

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import dshard
 from dshard.checkpoint import load, save
-from dshard.testing import WorldPool, expect_error
+from dshard.testing import WorldPool, expect_error, fake_world
 from tests.tensor.extended import (
     BF16,
     F8,
@@ -641,6 +641,11 @@ class FailsOnRank1(Rounded):
         return super().fsdp_pre_all_gather(mesh)
 
 
+class Fails(Rounded):
+    def fsdp_pre_all_gather(self, mesh: Any) -> Any:
+        raise ValueError("no luck")
+
+
 class OfAnotherDtype(Rounded):
     def fsdp_post_all_gather(self, outputs: Any, metadata: Any, param_dtype: Any, *, out: Any = None) -> Any:
         return outputs[0], outputs
@@ -805,6 +810,16 @@ def test_an_error_of_one_rank_in_a_later_gather_reaches_the_other_at_once(worlds
     (kind, other), (_, own) = expect_error(worlds.get_world(2), fails_on_one, 1)
     assert "ValueError: no luck" in own
     assert (kind, "shapes of" in other) == ("DivergenceError", True), other
+
+
+def test_a_gather_that_fails_halfway_leaves_no_memory_behind():
+    with fake_world(0, 2):
+        net = shard(make(Fails))
+        (unit,) = vars(net[0])["_dshard_units"]
+        with pytest.raises(dshard.UnsupportedOpError, match="no luck"):
+            net(batch(0, 0))
+        gc.collect()
+        assert unit.model.pool.out_bytes == 0, "the bias was on its way"
 
 
 def shard_of_another_class() -> None:
