@@ -436,8 +436,11 @@ class Workload:
     step: Callable[[Any, Size], Callable[[], None]] = _train
     policy: MixedPrecisionPolicy | None = None
 
-    def step_of(self, kind: str, size: Size, device: torch.device | None = None) -> Step:
-        """A step of a freshly built model, by default on CPU, which returns a reader of its exposed time."""
+    def step_of(self, kind: str, size: Size, device: torch.device | None = None, *, is_watched: bool = True) -> Step:
+        """A step of a freshly built model, by default on CPU, which returns a reader of its exposed time.
+
+        To watch a step for that takes time of the host's: where that is what counts, it is not `is_watched`.
+        """
         device = device or torch.device("cpu")
         torch.manual_seed(0)
         with device:
@@ -451,8 +454,12 @@ class Workload:
         with device:
             bare = self.step(model, size)
 
-        def step() -> Reader:
-            reader = watched(kind, model, bare)
+        def step() -> Reader | None:
+            reader = None
+            if is_watched:
+                reader = watched(kind, model, bare)
+            else:
+                bare()
             if device.type == "cuda":
                 torch.cuda.synchronize()
             return reader

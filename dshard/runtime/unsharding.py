@@ -437,8 +437,8 @@ def _pack(tensor: Tensor) -> Any:
         known = None
     if known is not None and (saved := _saved(tensor, known())) is not None:
         return saved
-    if tensor.requires_grad and not isinstance(tensor, ShardedTensor):  # whose views are no results
-        tensor = tensor.detach()
+    if tensor.requires_grad and (type(tensor) is Tensor or not isinstance(tensor, ShardedTensor)):
+        tensor = tensor.detach()  # but for views of sharded ones, which are no results
     version = tensor._version
     return _new(_Kept, (tensor, version)) if version else tensor
 
@@ -449,7 +449,10 @@ def _unpack(saved: Any) -> Tensor:
     kind = type(saved)
     if kind is _Saved:
         return _restored(saved)
-    tensor, version = saved if kind is _Kept else (saved, 0)
+    if kind is _Kept:
+        tensor, version = saved
+    else:
+        tensor, version = saved, 0
     if tensor._version != version:
         raise RuntimeError(_CHANGED.format(tensor.type(), list(tensor.shape), tensor._version, version))
     return tensor
