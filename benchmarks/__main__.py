@@ -15,13 +15,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks import checkpoint, eight_bit, gpu, host, matrices, memory, offload, parts, plan, step
+from benchmarks import checkpoint, eight_bit, gpu, host, host_parts, matrices, memory, offload, parts, plan, step
 from benchmarks.output import Output
 
 BENCHMARKS: dict[str, Callable[..., None]] = {
     "step": step.run,
     "compile": step.run_compiled,
     "host": host.run,
+    "host-parts": host_parts.run,
     "scale": host.run_scale,
     "memory": memory.run,
     "collectives": parts.run_collectives,

@@ -12,11 +12,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from benchmarks import host_parts
 from benchmarks import output as output_module
 from benchmarks.__main__ import main
 from benchmarks.host import fit
 from benchmarks.models import FAMILY, STEPS, Llama, LlamaConfig, Size
 from benchmarks.output import Bars, draw
+from dshard.runtime import module_hooks
 from dshard.testing import WorldPool
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -138,6 +140,19 @@ def test_host_writes_its_cases(bench):
     for rows in result["rows"].values():
         assert set(rows) == KINDS - {"DDP"}
         assert all(set(row) == TIMES for row in rows.values())
+
+
+def test_host_parts_times_each_part_where_the_step_passes_it(bench):
+    result, printed = bench("host-parts", *TINY, "--rounds", 2, file="host_parts_fake")
+    calls = {part: each["calls_per_layer"] for part, each in result["parts"].items()}
+    assert list(calls) == list(host_parts._PARTS)
+    assert (
+        calls["gradients, from the node to .grad"] == calls["full tensors, and their node"] == 2
+    )  # the block, the root
+    assert calls["places in units, saved"] == calls["places in units, to save"] > 2
+    assert all(each["us_per_layer"] > 0 for each in result["parts"].values())
+    assert "all of these" in printed
+    assert not hasattr(module_hooks._enter, "__wrapped__"), "the clocks are gone"
 
 
 def test_collectives_writes_both_ways_of_each(bench):
