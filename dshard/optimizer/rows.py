@@ -216,6 +216,10 @@ class Row:
         self.tensor.grad = self._grad_memory.row
         return dict(self._state)
 
+    def let_go(self) -> None:
+        """Hold no shards: it is not stepped now."""
+        self._stepped, self._grads = [], []
+
     @property
     def has_moved(self) -> bool:
         """Whether the optimizer has written to it."""
@@ -237,7 +241,7 @@ class Row:
             is_new = self._take(state)
         self._memory.free()
         self._grad_memory.free()
-        self._stepped, self._grads = [], []
+        self.let_go()
         for param in () if has_grads else self.params:
             param.grad = None
         torch.autograd.graph.increment_version([*self.params, *self._state_shards])
@@ -344,6 +348,11 @@ class Rows:
         for storage in states:
             if id(storage) not in held:
                 storage.deliver(storage.resolve().clone())
+
+    def let_go(self) -> None:
+        """Hold no shards: they are not stepped after all."""
+        for row in self.rows:
+            row.let_go()
 
     def holds(self, optimizer: Optimizer) -> bool:
         """Whether they are the rows of the optimizer as it is."""

@@ -113,15 +113,14 @@ def begin_swap(
         for param in group["params"] if len(apart) < num_params else ():  # else all are apart
             if id(param) in apart:
                 continue
-            if type(param) not in SHARDED:
-                if type(param.grad) in SHARDED:
-                    forget_gradients(shards)
-                    return False
+            if type(param) not in SHARDED and type(param.grad) not in SHARDED:
                 params.append(param)
                 continue
-            shard = standin_of(param)
+            shard = standin_of(param) if type(param) in SHARDED else None
             if shard is None:
                 forget_gradients(shards)
+                if rows is not None:
+                    rows.let_go()
                 return False
             swapped.append(param)
             shards.append(shard)

@@ -2,6 +2,7 @@
 
 import copy
 import warnings
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -315,6 +316,28 @@ def compiled() -> int:
         check(params, optimizer, twins, other)
     assert rows(optimizer) == [10]
     return num_graphs
+
+
+def gradients_after_a_step_without_rows() -> list[bool]:
+    model = dshard.fully_shard(nn.ModuleList([*(nn.Linear(16, 16) for _ in range(4)), nn.Linear(160, 130)]))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for _ in range(3):
+        for param in model.parameters():
+            param.grad = torch.ones_like(param)
+        optimizer.step()
+    assert rows(optimizer) == [9], "all but the large weight"
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    large = model[4].weight
+    large.grad = large.grad.t().t()  # a lazy view: no shard stands in for a parameter with such a gradient
+    optimizer.step()
+    known = [weakref.ref(param.grad.shard_storage.tensor) for param in model[:4].parameters()]
+    optimizer.zero_grad()
+    return [shard() is None for shard in known]
+
+
+def test_a_step_that_takes_no_rows_keeps_no_gradients(worlds: WorldPool):
+    assert worlds.run(2, gradients_after_a_step_without_rows) == [[True] * 8] * 2
 
 
 def test_a_compiled_step_of_rows_is_compiled_once(worlds: WorldPool):
