@@ -75,6 +75,7 @@ ALLOWED: dict[str, str] = {
     "dshard.tensor.meshes._SHARED_DIMS": "remembered by meshes, which are held weakly",
     "dshard.tensor.meshes._WITHIN": "process groups are never freed, so neighbours on a mesh are made once",
     "dshard.tensor.sharded_tensor._num_kept": "remembered by function",
+    "dshard.units.copies._NOWHERE": "without a stream, it never changes",
     "dshard.tensor.table.classify": "remembered by operation",
     "dshard.tensor.table.mutated_arguments": "remembered by operation",
     "dshard.tensor.views.empty_of": "one empty tensor of each dtype and device",
