@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -86,7 +86,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         "--optimizer",
         choices=tuple(_STATE_BYTES),
         default="adamw",
-        help="(%(default)s; muon: of all matrices but embeddings and heads, adamw of the rest)",
+        help="(%(default)s; muon: of matrices but embeddings and what has the shape of the largest, adamw of the rest)",
     )
     model.add_argument(
         "--margin", type=float, metavar="PERCENT", help="by which a simpler plan may be slower; 0 for the fastest (3)"
@@ -182,6 +182,11 @@ def _target(args: argparse.Namespace) -> Iterator[Target]:
             "--checkpoint has all blocks of the model compute again, and --checkpointing leaves that to the plan, but "
             "both are given. Pass one of them."
         )
+    if args.optimizer == _MUON and args.tensor_parallel > 1:
+        raise UsageError(
+            "--optimizer muon needs whole matrices, for plans do not know what owners of cut ones do, but "
+            f"--tensor-parallel is {args.tensor_parallel}. Leave one of them out."
+        )
     if ANY in args.checkpointing and len(args.checkpointing) > 1:
         raise UsageError(f"--checkpointing must be {ANY} alone, or other kinds, but it is {args.checkpointing}.")
     if args.between_hosts is not None:
@@ -221,9 +226,12 @@ def _target(args: argparse.Namespace) -> Iterator[Target]:
 
 
 def _hidden_matrices(model: nn.Module) -> list[str]:
-    """Names of the matrices that Muon is for: not those of embeddings, nor of heads, which have the shapes of these."""
-    others = {module.weight.shape for module in model.modules() if isinstance(module, nn.Embedding)}
-    return [name for name, p in model.named_parameters() if p.ndim == 2 and p.shape not in others]
+    """Names of the matrices that Muon is for: no embeddings, and no head, which is told by the largest one's shape."""
+    embeddings = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
+    of_head = max(embeddings, key=Tensor.numel).shape if embeddings else None
+    others = set(map(id, embeddings))
+    named = model.named_parameters()
+    return [name for name, p in named if p.ndim == 2 and id(p) not in others and p.shape != of_head]
 
 
 def _check_strategies(names: list[str] | None, worlds: list[int]) -> None:

@@ -427,9 +427,9 @@ _Hook = Callable[[Any], Any]
 def _pack(tensor: Tensor) -> Any:
     """What autograd keeps in the place of a tensor: its place in a unit, or the tensor.
 
-    That is without its history, for a result that an operation saves would keep the operation alive. Most were never
-    written to, and are kept as they are: each object of Python's that lives until backward is work for the garbage
-    collector.
+    It is what `_hooks_over` makes, written out, for it runs at each tensor that autograd saves. Others are kept without
+    their history, for a result that an operation saves would keep the operation alive. Most were never written to, and
+    are kept as they are: each object of Python's that lives until backward is work for the garbage collector.
     """
     try:
         known = FULL_TENSORS.get(storage_address(tensor))

@@ -207,7 +207,7 @@ class ShardedBase(DTensor):
         """A tensor of this one's layout around a shard that is in flight, as a gradient is."""
         spec, meta = self._spec, self._spec.tensor_meta
         assert meta is not None
-        # As `wrap`, in half of the time: one is made for each gradient.
+        # What `wrap` does, without what it asks: one is made for each gradient.
         out: ShardedTensor = _NEW(self.kin, empty_of(meta.dtype, _DEVICE.__get__(self)), spec, requires_grad=False)
         out._spec = spec
         out.shard_storage, out.shard_group, out.given_name = storage, self.shard_group, self.given_name
@@ -899,7 +899,7 @@ class OffloadedShardedTensor(MixedShardedTensor):
         return out
 
     def awaiting(self, storage: ShardStorage) -> ShardedTensor:
-        """As of one that is where it computes."""
+        """A tensor of this one's layout around a shard that is in flight, and at home once it has arrived."""
         out = super().awaiting(storage)
         out.__dict__["_home_device"] = self.storage_device
         OffloadedShardedTensor.num_made += 1

@@ -100,6 +100,29 @@ def test_optimizers_differ_in_what_they_keep_and_in_who_steps(printed, tmp_path)
     assert steps["muon"] > steps["adamw"]
 
 
+class Square(nn.Module):
+    """A hidden matrix has the shape of the positions' embedding, and the head that of the tokens'."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(100, 16), nn.Embedding(16, 16)
+        self.hidden, self.head = nn.Linear(16, 16), nn.Linear(16, 100)
+
+    def forward(self, tokens):
+        return self.head(self.hidden(self.tokens(tokens) + self.positions.weight))
+
+
+def square_model():
+    return Square(), torch.zeros(2, 16, dtype=torch.int64)
+
+
+def test_muon_takes_hidden_matrices_whatever_embeddings_look_like(printed, tmp_path):
+    options = ("--world", 2, "--device", "a100-40g", "--strategy", "full", "--optimizer", "muon", "--out", "plan.json")
+    printed("plan", f"{__name__}:square_model", *options)
+    plan = Plan.load(tmp_path / "plan.json")
+    assert {p.name for unit in plan.model.units for p in unit.params if p.owner_work} == {"hidden.weight"}
+
+
 def test_plan_takes_the_margin_that_it_is_told(printed, tmp_path):
     """Of communication that an A100 hides: all full, unless the fastest is asked for."""
     options = ("plan", "gpt2", "--device", "a100-40g", "--world", 8, "--batch", 8, "--out", "plan.json")
@@ -300,6 +323,10 @@ def test_gradients_that_are_reduced_in_a_wider_dtype_take_more_bytes_and_time(pr
         (
             (*TINY, "--world", 8, "--between-hosts", 0),
             "--between-hosts must be a finite number above 0, but it is 0.0.",
+        ),
+        (
+            (*TINY, "--world", 8, "--optimizer", "muon", "--tensor-parallel", 2),
+            "--optimizer muon needs whole matrices, for plans do not know what owners of cut ones do",
         ),
         ((*TINY, "--world", 8, "--strategy", "zero9"), "must be one of ddp, zero1, zero2, keep, full"),
         ((*TINY, "--world", 8, "--strategy", "hybrid(3)"), "must divide those of the mesh (8), but they are 3."),
