@@ -325,6 +325,8 @@ def flat(value):
 # Bitwise where the plain call sees memory of the same order; vectorized and scalar code of the same function differ in
 # the last bits, and which of them runs depends on strides; so do the complex ones, whose ends of rows are scalar.
 ULPS = {torch.float32: 1e-6, torch.float64: 1e-14, torch.bfloat16: 1e-2, torch.complex64: 1e-6}
+# On CPUs with short vectors the end of a tensor, which is scalar, is rounded otherwise, and a shard ends elsewhere.
+ROUNDED_BY_PLACE = {"float_power", "hypot"}
 
 
 def own_parts(got, want):
@@ -448,7 +450,9 @@ def check_one(report, op, geometry, what, call, probe, result, mode, kinds, exac
         torch.default_generator.manual_seed(5)
         got = op(*ours.args, **ours.kwargs)
         is_complex = any(x.is_complex() for x in flat(probe.args) if isinstance(x, Tensor))
+        is_placed = short(op).split(".")[0].rstrip("_") in ROUNDED_BY_PLACE
         same_memory = exact and not geometry.transposed and not is_complex and mode in ("all", "scalars")
+        same_memory = same_memory and not is_placed
         problem = compare(got, result, exact=same_memory, gather=mode == "all")
         problem = problem or check_kinds(op, mode, got, ours, KIND_RULES[kinds], geometry)
         problem = problem or check_written(op, ours, probe, versions, exact=same_memory)
