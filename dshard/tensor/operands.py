@@ -2,6 +2,7 @@
 
 import zlib
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,9 +14,11 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, distribute_t
 from dshard.compiling import is_between_graphs
 from dshard.tensor.meshes import full_shape, part_of
 from dshard.tensor.sharded_tensor import SHARDED, ShardedTensor
-from dshard.tensor.storage import flat, is_stepping, tensors_in
+from dshard.tensor.storage import flat, is_stepping, kinds_of_tensors, tensors_in
 from dshard.tensor.traced import TracedSource, is_traced
 from dshard.tensor.views import bytes_of
+
+_TO = Tensor.to
 
 
 class FullResult(Tensor):
@@ -29,9 +32,11 @@ class FullResult(Tensor):
 
     @classmethod
     def of(cls, value: Tensor, mesh: DeviceMesh) -> Tensor:
-        """A plain tensor that answers so; anything else as it is."""
+        """A plain tensor, or one that answers otherwise, as one that answers so; anything else as it is."""
         if type(value) is not Tensor:
-            return value
+            if type(value) is cls or not isinstance(value, FullResult):
+                return value
+            value = _plain(value)
         result = value.as_subclass(cls)
         result.device_mesh = mesh
         return result
@@ -87,13 +92,16 @@ class FullResult(Tensor):
     def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **(kwargs or {}))
-        if torch.compiler.is_compiling():
+        if (func is _TO and result is args[0]) or torch.compiler.is_compiling():  # so torch's clipping asks each norm
             return result
-        tensors = list(tensors_in((args, list((kwargs or {}).values()))))
-        if not all(isinstance(each, FullResult) for each in tensors):
+        operands = (*args, *kwargs.values()) if kwargs else args
+        kinds = kinds_of_tensors(operands)
+        if not all(issubclass(kind, FullResult) for kind in kinds):
             return mapped(result, _plain)
-        kind = AgreedTensor if all(isinstance(each, AgreedTensor) for each in tensors) else FullResult
-        return answering(result, kind, tensors[0].device_mesh) if tensors else result
+        kind = AgreedTensor if all(issubclass(kind, AgreedTensor) for kind in kinds) else FullResult
+        if type(result) is kind or not kinds:
+            return result  # it is one of the operands
+        return answering(result, kind, next(tensors_in(operands)).device_mesh)
 
 
 class AgreedTensor(FullResult):
@@ -105,7 +113,7 @@ def mapped(result: Any, change: Callable[[Tensor], Any]) -> Any:
     if isinstance(result, Tensor):
         return change(result)
     if type(result) in (list, tuple):
-        return type(result)([mapped(each, change) for each in result])
+        return type(result)([change(each) if isinstance(each, Tensor) else mapped(each, change) for each in result])
     return result
 
 
@@ -113,7 +121,7 @@ def answering(result: Any, kind: type[FullResult], mesh: DeviceMesh) -> Any:
     """The tensors in a result as tensors of a kind."""
     if is_between_graphs():
         return mapped(result, _plain)
-    return mapped(result, lambda value: kind.of(_plain(value), mesh))
+    return mapped(result, partial(kind.of, mesh=mesh))
 
 
 def _plain(value: Tensor) -> Tensor:
@@ -217,12 +225,12 @@ def note_write(target: ShardedTensor) -> None:
 
 def note_writes(targets: Sequence[ShardedTensor]) -> None:
     """Count writes to the shards of a list, and to the tensors: autograd does not count writes to lists."""
-    if is_stepping():
-        increment_version([target.shard_storage.resolve() for target in targets])
-    else:
-        for target in targets:
-            note_write(target)
-    increment_version(targets)
+    storages = [target.shard_storage for target in targets]
+    if not is_stepping():
+        storages = [storage for storage, target in zip(storages, targets, strict=True) if not is_traced(target)]
+        for storage in storages:
+            storage.num_writes += 1
+    increment_version([*(storage.resolve() for storage in storages), *targets])
 
 
 def fingerprint(value: Any) -> int:
@@ -258,6 +266,8 @@ def cut_to(value: Any, target: ShardedTensor) -> Any:
         value: A scalar, a plain tensor that all ranks hold alike, or a ShardedTensor; not a list.
         target: No view.
     """
+    if value is target:
+        return target.shard_storage.resolve()
     if isinstance(value, ShardedTensor):
         if lies_like(value, target):
             return value.shard_storage.resolve()

@@ -400,27 +400,33 @@ def foreach_norm(func: OpOverload, args: Args, kwargs: Kwargs) -> list[Tensor]:
     tensors: Sequence[Any] = args[0]
     order = float(args[1] if len(args) > 1 else 2)
     rule = _norm_rule(order)
-    results: list[Tensor | None] = [None] * len(tensors)
-    alike: dict[tuple[Any, torch.dtype], list[int]] = {}
-    parts_of: dict[int, tuple[Tensor, list[ShardGroup]]] = {}
+    results: list[Any] = [None] * len(tensors)
+    alike: dict[Any, tuple[list[ShardGroup], list[int], list[Tensor]]] = {}  # groups, and whose parts: which
+    is_on_shards = rule is not None and not kwargs and not is_recorded(*tensors)
     for i, tensor in enumerate(tensors):
-        on_shards = isinstance(tensor, ShardedTensor) and tensor._view is None and not is_recorded(tensor)
-        if not on_shards or tensor.shard_storage.tag or rule is None or kwargs:
+        if not is_on_shards or not isinstance(tensor, ShardedTensor) or tensor._view or tensor.shard_storage.tag:
             results[i] = func([materialize(tensor)], *args[1:], **kwargs)[0]
-        else:
-            parts_of[i] = _own_part(tensor)
-            over = tuple(id(group.process_group) for group in parts_of[i][1])
-            alike.setdefault((over, tensor.dtype), []).append(i)
-    for indices in alike.values():
+            continue
+        part, groups = _own_part(tensor)
+        key = tuple([id(group.process_group) for group in groups]), tensor.dtype, part.dtype
+        _, indices, parts = alike.setdefault(key, (groups, [], []))
+        indices.append(i)
+        parts.append(part)
+    for (_, dtype, _), (groups, indices, parts) in alike.items():
         assert rule is not None
         local, combine, op = rule
-        parts = [_local_norm(tensors[i], parts_of[i][0], order, local) for i in indices]
-        totals = _over_groups(parts, parts_of[indices[0]][1], op, "foreach_norm")
-        for i, total in zip(indices, totals, strict=True):
-            results[i] = combine(total).to(tensors[i].dtype if not tensors[i].is_complex() else total.dtype)
-    found = [result for result in results if result is not None]
-    are_agreed = all(isinstance(tensor, ShardedTensor) and not is_recorded(tensor) for tensor in tensors)
-    return answering(found, AgreedTensor, tensors[0]._spec.mesh) if are_agreed else found
+        are_powers = op == ReduceOp.SUM and order > 0
+        added: Sequence[Tensor]
+        if are_powers and all(tensors[i].shard_storage.norms is None for i in indices):
+            added = torch._foreach_pow(torch._foreach_norm(list(map(_widened, parts)), order), order)
+        else:
+            added = [_local_norm(tensors[i], part, order, local) for i, part in zip(indices, parts, strict=True)]
+        totals = _over_groups(added, groups, op, "foreach_norm")
+        found = torch._foreach_pow(list(totals), 1.0 / order) if are_powers else map(combine, totals)
+        for i, total in zip(indices, found, strict=True):
+            results[i] = total if dtype.is_complex or total.dtype == dtype else total.to(dtype)
+    are_agreed = is_on_shards and all(isinstance(tensor, ShardedTensor) for tensor in tensors)
+    return answering(results, AgreedTensor, tensors[0]._spec.mesh) if are_agreed else results
 
 
 def _local_norm(tensor: ShardedTensor, part: Tensor, order: float, local: Callable[[Tensor], Tensor]) -> Tensor:
@@ -432,8 +438,11 @@ def _local_norm(tensor: ShardedTensor, part: Tensor, order: float, local: Callab
 
 def _own_part(tensor: ShardedTensor) -> tuple[Tensor, list[ShardGroup]]:
     """This rank's part of a tensor, and the groups over which the parts make up the whole."""
-    shard, group = exact_values(tensor.shard_storage.resolve(), tensor.name), tensor.shard_group
-    groups, layout = distinct_groups(tensor), tensor.shard_layout
+    storage, group = tensor.shard_storage, tensor.shard_group
+    shard, layout = exact_values(storage.resolve(), tensor.name), storage.layout
+    if type(layout) is ShardLayout and layout.dim is not None and group.replicas is None:
+        return shard, [group]
+    groups = distinct_groups(tensor)
     if tp_layout_of(layout) is not None or not shard.dim():
         return shard, groups
     if layout.dim is None and group.num_ranks > 1:

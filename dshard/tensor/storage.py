@@ -120,6 +120,15 @@ def tensors_in(values: Iterable[Any]) -> Iterator[Any]:
     return (value for value in flat(values) if isinstance(value, Tensor))
 
 
+def kinds_of_tensors(values: Iterable[Any]) -> set[type[Tensor]]:
+    """The classes of these tensors, of long lists without a look at each item in Python."""
+    kinds = set(map(type, values))
+    found = {kind for kind in kinds if issubclass(kind, Tensor)}
+    if any(issubclass(kind, (list, tuple)) for kind in kinds):
+        found.update(*(kinds_of_tensors(value) for value in values if isinstance(value, (list, tuple))))
+    return found
+
+
 def _overlap(tensor: Tensor, shard: Tensor) -> bool:
     """Whether two tensors have some memory in common."""
     if tensor.untyped_storage()._cdata != shard.untyped_storage()._cdata:

@@ -58,10 +58,18 @@ def pointwise_inplace(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     return target
 
 
-def _prepare(func: OpOverload, target: ShardedTensor, operands: Sequence[Any]) -> None:
+def _prepare(
+    func: OpOverload, target: ShardedTensor, operands: Sequence[Any], numbers: tuple[Any, ...] | None = None
+) -> None:
     """Ahead of a write that is no optimizer's: a temporary that takes data of this rank alone becomes whole.
 
     The next gather compares the numbers and indices that the write was given on each rank.
+
+    Args:
+        func: The operation.
+        target: What it writes to.
+        operands: The others.
+        numbers: In them; looked up if not given.
     """
     base = target.base
     if not base.shard_storage.is_shared and base.shard_layout.dim is not None:
@@ -72,7 +80,8 @@ def _prepare(func: OpOverload, target: ShardedTensor, operands: Sequence[Any]) -
         return
     if func in _OVERWRITES and target._view is None:
         target.shard_storage.tag = 0
-    facts, steps = numbers_in(operands), tuple(repr(s.args) for s in target.view_steps)
+    facts = numbers_in(operands) if numbers is None else numbers
+    steps = [repr(s.args) for s in target.view_steps] if target._view is not None else []
     if facts or steps:
         target.shard_storage.sign(*facts, *steps)
 
@@ -144,10 +153,15 @@ def foreach_inplace(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     if any(isinstance(t, ShardedTensor) and t._view is not None for t in targets):
         return write(func, args, kwargs)
     if not is_stepping():
+        operands = (*args[1:], *kwargs.values())
+        are_lists = [isinstance(each, (list, tuple)) and len(each) == len(targets) for each in operands]
+        numbers = None if any(are_lists) else numbers_in(operands)
         for index, target in enumerate(targets):
             if isinstance(target, ShardedTensor):
-                operands = [a[index] if isinstance(a, (list, tuple)) and len(a) == len(targets) else a for a in args]
-                _prepare(func, target, (*operands[1:], *kwargs.values()))
+                own = operands
+                if any(are_lists):
+                    own = tuple(a[index] if is_list else a for a, is_list in zip(operands, are_lists, strict=True))
+                _prepare(func, target, own, numbers)
         is_factor = func is aten._foreach_mul_.Tensor and not args[1].dim() and args[1].dtype.is_floating_point
         if is_factor and (later := list(filter(_may_scale_later, targets))):
             _scale_later(later, beside(materialize(args[1]), later[0]))
