@@ -3,8 +3,9 @@
 import mmap
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -100,11 +101,12 @@ class Buffer:
     __slots__ = (
         "_cut",
         "_in_use",
-        "_make",
         "_refs",
         "_tensors",
         "arena",
         "is_on_cpu",
+        "kept_since",
+        "made_by",
         "memory",
         "num_bytes",
         "readers",
@@ -115,8 +117,9 @@ class Buffer:
         self.readers: Readers | None = None  # who may read it through shared memory
         self._in_use: _InUse | None = None
         self.memory, self.num_bytes, self.is_on_cpu = memory, memory.numel(), memory.is_cpu
+        self.kept_since = 0  # as `_Kept` counts
         self._cut: Any = None
-        self._make: Callable[[Tensor], Any] | None = None
+        self.made_by: Callable[[Tensor], Any] | None = None  # its tensors: what `cut` was last called with
         self._tensors: tuple[Tensor, ...] = ()
         self._refs = self._references()
 
@@ -125,15 +128,11 @@ class Buffer:
 
         All tensors that share the memory are its `tensors`. Nobody else may refer to the memory while it is cut anew.
         """
-        if self._make != make:
+        if self.made_by != make:
             self._cut = make(self.memory)
-            self._make, self._tensors = make, self._cut.tensors
+            self.made_by, self._tensors = make, self._cut.tensors
             self._refs = self._references()
         return self._cut
-
-    def is_cut_by(self, make: Callable[[Tensor], Any] | None) -> bool:
-        """Whether `cut` was last called with this, so that its tensors are there; with None, whether it never was."""
-        return self._make == make
 
     def hand_out(self, in_use: _InUse) -> None:
         """Count it as in use until it is handed back, or nobody refers to it: an exception drops what it interrupts."""
@@ -161,6 +160,59 @@ class Buffer:
     def is_held(self) -> bool:
         """Whether anybody else refers to its memory."""
         return self._references() != self._refs
+
+
+class _Kept:
+    """Buffers that wait to be used again, by what they are good for.
+
+    Attributes:
+        num_bytes: Of all of them.
+    """
+
+    def __init__(self) -> None:
+        self._alike: dict[Any, list[Buffer]] = {}  # the longest unused first
+        self._serial = self.num_bytes = 0
+
+    def __len__(self) -> int:
+        return sum(map(len, self._alike.values()))
+
+    def __iter__(self) -> Iterator[Buffer]:
+        return chain.from_iterable(self._alike.values())
+
+    def put(self, key: Any, buffer: Buffer) -> None:
+        """Keep a buffer, which was used just now."""
+        self._serial = buffer.kept_since = self._serial + 1
+        self.num_bytes += buffer.num_bytes
+        alike = self._alike.get(key)
+        if alike is None:
+            self._alike[key] = [buffer]
+        else:
+            alike.append(buffer)
+
+    def take(self, key: Any, make: Callable[[Tensor], Any] | None) -> Buffer | None:
+        """Of those that are good for the same, the one that was cut by `make` and used last, or else that used last."""
+        alike = self._alike.get(key)
+        if not alike:
+            return None
+        place = -1
+        if alike[-1].made_by != make:
+            found = (index for index in range(len(alike) - 2, -1, -1) if alike[index].made_by == make)
+            place = next(found, -1)
+        buffer = alike.pop(place)
+        self.num_bytes -= buffer.num_bytes
+        return buffer
+
+    def drop(self) -> None:
+        """Let go of the one that was not used for longest."""
+        key = min((key for key, alike in self._alike.items() if alike), key=lambda key: self._alike[key][0].kept_since)
+        self.num_bytes -= self._alike[key].pop(0).num_bytes
+        if not self._alike[key]:
+            del self._alike[key]
+
+    def clear(self) -> None:
+        """Let go of all."""
+        self._alike.clear()
+        self.num_bytes = 0
 
 
 def _fresh(num_bytes: int, device: torch.device, arena: Arena | None = None) -> Buffer:
@@ -200,14 +252,18 @@ class BufferPool:
     """
 
     def __init__(self) -> None:
-        self._kept: list[Buffer] = []  # the longest unused first
-        self.kept_bytes = 0  # that wait to be used again
+        self._kept = _Kept()
         self._away: list[Buffer] = []  # that peers still read, or that are lent to somebody who gives nothing back
-        self._empty: list[Buffer] = []  # of devices, without memory; the longest unused first
+        self._empty = _Kept()  # of devices, without memory
         self._patience = Patience(PATIENCE_S)
         self._in_use = _InUse()
         self._peak_bytes = 0  # most in use at one time since the last `mark`
         self._last_peak_bytes = 0
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes that wait to be used again."""
+        return self._kept.num_bytes
 
     @property
     def out_bytes(self) -> int:
@@ -232,38 +288,31 @@ class BufferPool:
         if self._away:
             self._collect()
             needed = self._in_use.num_bytes + num_bytes - self._unread_bytes()
-        self._peak_bytes = max(self._peak_bytes, needed)
+        if needed > self._peak_bytes:
+            self._peak_bytes = needed
         if arena is not None:
             self.settle()
-        buffer = self._find(num_bytes, arena, make)
-        if buffer is None and arena is None:
+        buffer = self._kept.take((num_bytes, arena), make)
+        if buffer is None and arena is None and self._away:
             self._await_readers(lambda: self.out_bytes + num_bytes > max(self._peak_bytes, self._last_peak_bytes))
-            buffer = self._find(num_bytes, arena, make)
+            buffer = self._kept.take((num_bytes, arena), make)
         if buffer is None:
             self._trim(num_bytes)
             buffer = _fresh(num_bytes, device, arena)
-        elif _fills():
+        elif _are_deterministic() and _fills():
             buffer.memory.fill_(_NANS)
         buffer.hand_out(self._in_use)
         return buffer
 
     def _refilled(self, num_bytes: int, device: torch.device, make: Callable[[Tensor], Any] | None) -> Buffer | None:
         """A buffer of this size of a device, with memory again: as new one, of the stream that is current."""
-        fitting = [i for i, b in enumerate(self._empty) if b.num_bytes == num_bytes and b.memory.device == device]
-        if not fitting:
+        buffer = self._empty.take((num_bytes, device), make)
+        if buffer is None:
             return None
-        buffer = self._empty.pop(self._best(self._empty, fitting, make))
         buffer.memory.untyped_storage().resize_(num_bytes)
         if _fills():
             buffer.memory.fill_(_NANS)
         return buffer
-
-    @staticmethod
-    def _best(buffers: list[Buffer], fitting: list[int], make: Callable[[Tensor], Any] | None) -> int:
-        """Of some that fit, the one that was cut by `make` and used last, or else any that was used last."""
-        if len(fitting) > 1:
-            return next((i for i in reversed(fitting) if buffers[i].is_cut_by(make)), fitting[-1])
-        return fitting[0]
 
     def settle(self) -> None:
         """Wait for a while until peers have read what was given back, but for a little."""
@@ -289,14 +338,6 @@ class BufferPool:
 
         self._patience.wait(is_over, lambda: any(b.readers is not None and b.readers.is_awaited() for b in self._away))
 
-    def _find(self, num_bytes: int, arena: Arena | None, make: Callable[[Tensor], Any] | None) -> Buffer | None:
-        """A buffer of this size: of several as `_best` tells."""
-        fitting = [i for i, b in enumerate(self._kept) if b.num_bytes == num_bytes and b.arena is arena]
-        if not fitting:
-            return None
-        self.kept_bytes -= num_bytes
-        return self._kept.pop(self._best(self._kept, fitting, make))
-
     def give(self, buffer: Buffer) -> None:
         """Take a buffer back, once no peer reads it; one whose memory somebody still refers to stays theirs."""
         readers = buffer.readers
@@ -311,8 +352,7 @@ class BufferPool:
         if buffer.is_held():
             return
         if buffer.is_on_cpu:
-            self._kept.append(buffer)
-            self.kept_bytes += buffer.num_bytes
+            self._kept.put((buffer.num_bytes, buffer.arena), buffer)
             self._trim()
         elif buffer.memory.device.type != "meta":
             self._drain(buffer)
@@ -320,9 +360,9 @@ class BufferPool:
     def _drain(self, buffer: Buffer) -> None:
         """Give the memory of a device back to its allocator, and keep the tensors that it was cut into."""
         buffer.memory.untyped_storage().resize_(0)
-        self._empty.append(buffer)
+        self._empty.put((buffer.num_bytes, buffer.memory.device), buffer)
         if len(self._empty) > _MAX_EMPTY:
-            del self._empty[0]
+            self._empty.drop()
 
     def lend(self, buffer: Buffer) -> None:
         """Take a buffer back as soon as nobody refers to its memory any more; until then it counts as in use."""
@@ -361,9 +401,9 @@ class BufferPool:
         self._collect()
         self._kept.clear()
         self._empty.clear()
-        self.kept_bytes = self._peak_bytes = self._last_peak_bytes = 0
+        self._peak_bytes = self._last_peak_bytes = 0
 
     def _trim(self, num_more: int = 0) -> None:
         limit = max(self._peak_bytes, self._last_peak_bytes) - self._in_use.num_bytes - num_more
-        while self._kept and self.kept_bytes > limit:
-            self.kept_bytes -= self._kept.pop(0).num_bytes
+        while self._kept.num_bytes > limit and len(self._kept):
+            self._kept.drop()

@@ -2,7 +2,7 @@
 
 import math
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -146,29 +146,44 @@ class ReduceBucket:
             slots, values = zip(*more, strict=True)
             torch._foreach_add_(slots, values)
 
-    def _pieces(self, index: int, grad: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    def _pieces(self, index: int, grad: Tensor) -> list[tuple[Tensor, Tensor]]:
         """The parts of a gradient, each behind its place in the rows."""
         layout, slots = self._plan.bucket.layouts[index], self._all_slots()[index]
         if layout.dim == 0 and grad.is_contiguous():
+            if grad.numel() == slots.numel():
+                return [(slots, grad.view_as(slots))] if grad.numel() else []
             # Slots of whole shards at once, then the one that is smaller; whatever the number of ranks.
-            num_whole = grad.numel() // max(layout.slot_numel, 1)
+            num_whole = grad.numel() // layout.slot_numel
             size = num_whole * layout.slot_numel
             flat = grad.view(-1)
-            if size:
-                yield slots[:num_whole], flat[:size].view(num_whole, layout.slot_numel)
+            pieces = [(slots[:num_whole], flat[:size].view(num_whole, layout.slot_numel))] if size else []
             if size < flat.numel():
-                yield slots[num_whole, : flat.numel() - size], flat[size:]
-            return
-        for rank in range(layout.num_ranks):
-            shard = shard_of(grad, layout, rank)
-            if shard.numel():
-                yield slots[rank, : shard.numel()].view(shard.shape), shard
+                pieces.append((slots[num_whole, : flat.numel() - size], flat[size:]))
+            return pieces
+        shards = [shard_of(grad, layout, rank) for rank in range(layout.num_ranks)]
+        return [
+            (slots[rank, : shard.numel()].view(shard.shape), shard)
+            for rank, shard in enumerate(shards)
+            if shard.numel()
+        ]
 
-    def _pack_waiting(self) -> None:
-        """Copy the small gradients that have arrived to their slots."""
+    def _pack_waiting(self) -> bool:
+        """Copy the gradients that wait to their slots; gives whether these were all, and with them the flags."""
         self._check_waiting()
-        _copy([piece for index, (grad, _) in self._waiting.items() for piece in self._pieces(index, grad)])
-        self._waiting.clear()
+        waiting = self._waiting
+        if len(waiting) == len(self._present) and len({grad.dtype for grad, _ in waiting.values()}) == 1:
+            rows, grads = self._take_rows(), [waiting[index][0] for index in range(len(waiting))]
+            num_ranks = rows.shape[0]
+            parts = [grads[0].new_ones((num_ranks, self._plan.num_flags)), *grads]
+            if self._is_late or grads[0].dtype == rows.dtype:
+                torch._chunk_cat(parts, 0, num_ranks, out=rows)
+            else:
+                rows.copy_(torch._chunk_cat(parts, 0, num_ranks))  # on CPU quicker than to convert each
+            waiting.clear()
+            return True
+        _copy([piece for index, (grad, _) in waiting.items() for piece in self._pieces(index, grad)])
+        waiting.clear()
+        return False
 
     def _check_waiting(self) -> None:
         """Raise where a gradient that waited is not what arrived."""
@@ -186,20 +201,8 @@ class ReduceBucket:
 
     def _fill_rows(self, rows: Tensor) -> None:
         """Pack what waits, zeros for what is missing, and the flags."""
-        if len(self._waiting) == len(self._present):
-            self._check_waiting()
-            num_ranks = rows.shape[0]
-            grads = [self._waiting[index][0] for index in range(len(self._present))]
-            dtype = grads[0].dtype
-            if len({grad.dtype for grad in grads}) == 1:
-                parts = [grads[0].new_ones((num_ranks, self._plan.num_flags)), *grads]
-                if self._is_late or dtype == rows.dtype:
-                    torch._chunk_cat(parts, 0, num_ranks, out=rows)
-                else:
-                    rows.copy_(torch._chunk_cat(parts, 0, num_ranks))  # on CPU quicker than to convert each
-                self._waiting.clear()
-                return
-        self._pack_waiting()
+        if self._pack_waiting():
+            return
         rows[:, : self._plan.num_flags].fill_(1)
         for index, (slots, present) in enumerate(zip(self._all_slots(), self._present, strict=True)):
             if not present:

@@ -29,6 +29,9 @@ from dshard.units.context import ModelContext, Phase
 from dshard.units.unit import Unit, groups_of
 
 _REQUIRES_GRAD = REQUIRES_GRAD.__get__
+_STRIDED = torch.strided
+_HOOKS_OF, _HOOKS_AFTER = attrgetter("_backward_hooks"), attrgetter("_post_accumulate_grad_hooks")
+_IS_NODE_KNOWN, _WIRE_PRECISION = attrgetter("is_node_known"), attrgetter("wire_precision")
 
 
 class InputWatches:
@@ -197,24 +200,31 @@ class Backward:
         params, left = [unit.params[slot] for slot in slots], list[Any](grads)
         accumulate = which_accumulate([node for node, _ in edges])
         taken = []
-        for index, (param, grad) in enumerate(zip(params, grads, strict=True)):
-            if grad is not None and accumulate[index] and grad.layout is torch.strided:
+        for index, param in enumerate(params):
+            grad = left[index]
+            if grad is not None and accumulate[index] and grad.layout is _STRIDED:
                 hooks = param._backward_hooks
                 if hooks is not None and len(hooks) == 1 and _REQUIRES_GRAD(param):  # nobody but `.grad` is to have it
                     taken.append(index)
         if not taken:
             return left
-        own_slots, own_grads = [slots[index] for index in taken], [left[index] for index in taken]
-        given = self._receive(unit, own_slots, own_grads, [are_alone[index] for index in taken], is_given=True)
+        own_slots, own_grads = slots, list(left)
+        if len(taken) < len(params):
+            own_slots, own_grads = [slots[index] for index in taken], [left[index] for index in taken]
+            are_alone = [are_alone[index] for index in taken]
+        given = self._receive(unit, own_slots, own_grads, are_alone, is_given=True)
+        added_up = []
         for index, reduced in zip(taken, given, strict=True):
             param, left[index] = params[index], None
             known = GRAD.__get__(param)
             if known is None:
                 GRAD.__set__(param, reduced)
-            elif reduced.is_added_up and type(known) is type(reduced) and known.shard_storage is reduced.shard_storage:
-                torch.autograd.graph.increment_version(known)  # it was added to the buffer that `.grad` awaits
+            elif known is reduced:
+                added_up.append(known)  # to the buffer that `.grad` awaits
             else:  # not by autograd, which would add a full gradient of another use to it first
                 known.add_(reduced)
+        if added_up:
+            torch.autograd.graph.increment_version(added_up)
         return left
 
     def _on_first(self, unit: Unit) -> None:
@@ -460,14 +470,20 @@ def users_hooks(param: ShardedTensor) -> tuple[list[Any], list[Any]]:
 
 def which_may_be_hooked(unit: Unit, slots: Sequence[int]) -> set[int]:
     """Of which parameters a program may have hooks of its own on the gradient, its accumulation, or its node."""
-    found = set[int]()
-    for slot in slots:
-        param = unit.params[slot]
-        hooks, hooks_after = param._backward_hooks, param._post_accumulate_grad_hooks
-        is_known = param.is_node_known or (hooks is not None and len(hooks) > 1)
-        if is_known or (hooks_after is not None and len(hooks_after) > (param.wire_precision is not None)):
-            found.add(slot)
-    return found
+    params = [unit.params[slot] for slot in slots]
+    hooks, hooks_after = list(filter(None, map(_HOOKS_OF, params))), list(filter(None, map(_HOOKS_AFTER, params)))
+    if len(hooks) == len(params) == sum(map(len, hooks)) and not any(map(_IS_NODE_KNOWN, params)):
+        num_own = len(params) - list(map(_WIRE_PRECISION, params)).count(None)
+        if num_own == len(hooks_after) == sum(map(len, hooks_after)):
+            return set()  # each has those of `hook_gradient` alone
+    return {slot for slot, param in zip(slots, params, strict=True) if _may_be_hooked(param)}
+
+
+def _may_be_hooked(param: ShardedTensor) -> bool:
+    hooks, hooks_after = param._backward_hooks, param._post_accumulate_grad_hooks
+    if param.is_node_known or (hooks is not None and len(hooks) > 1):
+        return True
+    return hooks_after is not None and len(hooks_after) > (param.wire_precision is not None)
 
 
 def hook_gradient(param: ShardedTensor) -> None:

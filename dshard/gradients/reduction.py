@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dshard import collectives
 from dshard.agreement import agree, checksum
-from dshard.autograd import outside_autograd, profiled, standing_for
+from dshard.autograd import GRAD, outside_autograd, profiled, standing_for
 from dshard.collectives import (
     Handle,
     ReduceBucket,
@@ -129,6 +129,8 @@ class GradReduction:
     ) -> list[ShardedTensor]:
         """Take full gradients of this rank and give the reduced ones, which are not there yet.
 
+        What was added to the gradient that `.grad` has is that very one, where `is_given`.
+
         Args:
             slots: Numbers of parameters in the unit.
             params: These.
@@ -144,8 +146,11 @@ class GradReduction:
         for slot, param in zip(slots, params, strict=True):
             before = storages[slot]() if slot in storages else None
             if before is not None:
-                given.append(param.awaiting(before))
-                given[-1].is_added_up = True
+                known: Any = GRAD.__get__(param) if is_given else None
+                if type(known) is not param.kin or known.shard_storage is not before:
+                    known = param.awaiting(before)
+                    known.is_added_up = True
+                given.append(known)
                 continue
             if slot in storages:  # nobody took the gradient that is there
                 self._forget(slot)

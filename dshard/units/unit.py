@@ -3,6 +3,7 @@
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import compress, count
 from operator import attrgetter, is_
 from typing import Any, ClassVar, TypeVar
 
@@ -136,7 +137,7 @@ class Unit:
     def trainable(self) -> list[int]:
         """Numbers of the parameters that take a gradient."""
         with torch._C.DisableTorchFunctionSubclass():  # else each is asked in Python while a forward may run again
-            return [slot for slot, takes in enumerate(map(REQUIRES_GRAD.__get__, self.params)) if takes]
+            return list(compress(count(), map(REQUIRES_GRAD.__get__, self.params)))
 
     @property
     def is_frozen(self) -> bool:
@@ -314,6 +315,8 @@ class Unit:
 
     def change(self, **changes: Any) -> None:
         """Choose otherwise, by the names of `UnitSettings`; what a strategy or other collectives need is made anew."""
+        if all(getattr(self.settings, name) is value for name, value in changes.items()):
+            return  # as micro-batches choose again what is chosen
         before, self.settings = self.settings, replace(self.settings, **changes)
         if before.comms != self.settings.comms:
             self.reshard()
