@@ -11,7 +11,7 @@ puts below all others, and gets them again, gathered, in backward: so nothing bu
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from operator import attrgetter
+from operator import attrgetter, is_
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -36,6 +36,9 @@ from dshard.units.unit import Unit
 _hooks = torch._C._autograd
 _VERSION_OF = attrgetter("_version")
 _STORAGE_OF = attrgetter("shard_storage")
+_SETTINGS_OF = attrgetter("settings")
+_NUM_WRITES = attrgetter("shard_storage.num_writes")
+_USES_OF = Tensor._use_count  # type: ignore[attr-defined]
 _KINDS = (ShardedTensor, MixedShardedTensor)  # whose full tensors are plain, and where their shards are
 _FAKE = torch._C._TorchDispatchModeKey.FAKE
 _CHECKPOINT = "torch.utils.checkpoint"
@@ -47,28 +50,67 @@ class _Unshard(torch.autograd.Function):
     """From the sharded parameters of a unit to their full tensors."""
 
     @staticmethod
-    def forward(ctx: Any, unit: Unit, slots: Sequence[int] | None, kind: "_Kind", fulls: Any, *params: Any) -> Any:
+    def forward(
+        ctx: Any, unit: Unit, slots: Sequence[int] | None, kind: "_Kind", uses: "_Uses | None", fulls: Any, *params: Any
+    ) -> Any:
         ctx.set_materialize_grads(False)
-        ctx.unit, ctx.slots = unit, slots
+        ctx.unit, ctx.slots, ctx.uses = unit, slots, uses
         return kind(fulls, params)
 
     @classmethod
-    def of(cls, unit: Unit, slots: Sequence[int] | None, kind: "_Kind", fulls: Any, params: Sequence[Any]) -> Any:
+    def of(
+        cls,
+        unit: Unit,
+        slots: Sequence[int] | None,
+        kind: "_Kind",
+        fulls: Any,
+        params: Sequence[Any],
+        uses: "_Uses | None" = None,
+    ) -> Any:
         """`apply` outside of the transforms of `torch.func`, for which torch's own looks at each argument."""
-        return super(torch.autograd.Function, cls).apply(unit, slots, kind, fulls, *params)  # type: ignore[misc]
+        return super(torch.autograd.Function, cls).apply(unit, slots, kind, uses, fulls, *params)  # type: ignore[misc]
 
     @staticmethod
     @skipped
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         """Has the full gradients of this rank reduced; where some may come from other uses, each parameter's hook."""
         unit: Unit = ctx.unit
+        if ctx.uses is not None:
+            ctx.uses.check()
         is_ordinary = not torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
         is_all = unit.num_unshards <= 1 and not unit.is_used_beside and ctx.slots is not None
         if not (is_ordinary and is_all) or unit.settings.num_slices > 1:
-            return None, None, None, None, *grads
+            return *_NO_GRADS, *grads
         backward: Backward = unit.model.get(Backward)
         with torch._C.DisableTorchFunctionSubclass():  # parameters are asked for much, and nothing is computed
-            return None, None, None, None, *backward.receive_together(unit, ctx.slots, grads, ctx.next_functions)
+            return *_NO_GRADS, *backward.receive_together(unit, ctx.slots, grads, ctx.next_functions)
+
+
+_NO_GRADS = (None,) * 5  # of what `_Unshard.forward` takes ahead of parameters
+
+
+class _Uses:
+    """A forward's full tensors, where autograd keeps them as they are: whether parameters were written to since.
+
+    Args:
+        params: Of a unit.
+    """
+
+    __slots__ = ("_num_writes", "_params", "num_refs")
+
+    def __init__(self, params: Sequence[Any]) -> None:
+        self._params, self._num_writes = params, list(map(_NUM_WRITES, params))
+        self.num_refs: list[int] = []  # to each full tensor, as the forward ended: autograd's among them
+
+    def check(self) -> None:
+        """Raise where autograd has used a full tensor that is not the parameter's value any more."""
+        now = list(map(_NUM_WRITES, self._params))
+        if now == self._num_writes:
+            return
+        num_refs = self.num_refs or [2] * len(now)
+        for param, count, before, num in zip(self._params, now, self._num_writes, num_refs, strict=True):
+            if count != before and num > 1:
+                raise RuntimeError(_WRITTEN.format(param.name))
 
 
 # Makes what stands in the places of parameters, of their full tensors and themselves.
@@ -119,6 +161,7 @@ class Unsharding:
         self._fulls: list[Tensor] = []
         self._made: list[Any] = []  # what stands in its places
         self._versions: list[int] = []  # writes to that, before
+        self._uses: _Uses | None = None  # of these, by what autograd keeps of them
         self._before: list[tuple[Any, int]] = []  # storages, and writes to them, when a forward over shards began
         self._writes = False  # in forwards, to parameters
         self._is_compiled = False  # graphs compute the forward that runs, or the last one that was open
@@ -185,7 +228,7 @@ class Unsharding:
             return False
         if in_backward():
             return self._was_open
-        if torch.is_grad_enabled() and not model.get(Unshardings).saves_places:
+        if torch.is_grad_enabled() and not model.get(Unshardings).is_open:
             return False
         return is_compiled or unit.copies.are_touched or model.schedule.expects(unit)
 
@@ -249,14 +292,15 @@ class Unsharding:
             apart = [slot for slot in together if fulls[slot].nbytes > SMALL_GRAD_BYTES]
             together = [slot for slot in together if slot not in apart] if apart else together
         unit.num_unshards += torch.is_grad_enabled() and not in_backward()
+        self._uses = _Uses(params) if unit.model.get(Unshardings).keeps_values else None
         with torch.enable_grad():
             # First, so that its gradient comes last: a hook that reads it has those of the unit leave.
             for slot in sorted(watched):
-                (made[slot],) = _Unshard.of(unit, None, kind, [fulls[slot]], [params[slot]])
+                (made[slot],) = _Unshard.of(unit, None, kind, [fulls[slot]], [params[slot]], self._uses)
             for slots in (together, *([slot] for slot in apart)):
                 if slots:
                     own = [params[slot] for slot in slots]
-                    given = _Unshard.of(unit, slots, kind, [fulls[slot] for slot in slots], own)
+                    given = _Unshard.of(unit, slots, kind, [fulls[slot] for slot in slots], own, self._uses)
                     for slot, full in zip(slots, given, strict=True):
                         made[slot] = full
             for slot in apart:
@@ -273,6 +317,8 @@ class Unsharding:
             now = [(storage, storage.num_writes) for storage in map(_STORAGE_OF, params)]
             self._writes = any(a is not b or i != j for (a, i), (b, j) in zip(before, now, strict=False))
         made, self._made = self._made, []
+        if self._uses is not None:
+            self._uses.num_refs, self._uses = list(map(_USES_OF, made)), None
         for parameters, name, slot in self._places if made else ():
             if parameters.get(name) is made[slot]:
                 parameters[name] = params[slot]
@@ -331,14 +377,23 @@ def _sum_of_bits(tensor: Tensor) -> Tensor:
 class Unshardings:
     """Those of a model; while its root's forward runs, autograd saves places in units rather than their memory.
 
+    Where no unit is resharded before its backward, it saves full tensors as they are: then they are in memory anyway,
+    and hooks at each tensor that is saved would cost the host time for nothing.
+
     Args:
         context: Of the model.
+
+    Attributes:
+        is_open: Whether full tensors may stand in the places of parameters while autograd records.
+        keeps_values: Whether it saves them as they are.
     """
 
     def __init__(self, context: ModelContext) -> None:
-        self.saves_places = False
+        self.is_open = self.keeps_values = False
         self._context = context
         self._num_roots = 0  # forwards of the root that run
+        self._settings: list[object] = []  # of the units, when it was looked up whether they stay
+        self._stay = False
         context.unshard_again = _unshard_again
 
     def of(self, unit: Unit, module: nn.Module) -> Unsharding:
@@ -358,9 +413,22 @@ class Unshardings:
         below = _hooks._top_saved_tensors_default_hooks(True)  # noqa: FBT003 - it takes no name
         if below is not None and getattr(below[0], "__module__", "") == _CHECKPOINT:
             return  # which counts what is saved, then and when it computes it again
+        self.is_open, self.keeps_values = True, below is None and self._all_stay()
+        if self.keeps_values:
+            return
         _hooks._push_saved_tensors_default_hooks(*(_hooks_over(*below) if below is not None else _HOOKS))
         _Transforms.begin()
-        self.saves_places = True
+
+    def _all_stay(self) -> bool:
+        """Whether all units stay gathered from their forward to their backward."""
+        context = self._context
+        if isinstance(context.settings.memory_budget, int):
+            return False
+        settings: list[object] = list(map(_SETTINGS_OF, context.units))
+        if len(settings) != len(self._settings) or not all(map(is_, settings, self._settings)):
+            goes = (context.eviction.reshards(unit) for unit in context.units if unit.is_mixed or not unit.is_whole)
+            self._settings, self._stay = settings, not any(goes)
+        return self._stay
 
     def end(self, module: nn.Module) -> None:
         """It ended."""
@@ -371,11 +439,14 @@ class Unshardings:
             self._take_off()
 
     def _take_off(self) -> None:
-        if self.saves_places:
-            self.saves_places = False
+        if not self.is_open:
+            return
+        self.is_open, has_hooks = False, not self.keeps_values
+        self.keeps_values = False
+        if has_hooks:
             _Transforms.end()
-            self._context.forwards.await_backward(is_awaited=any(unit.was_unsharded for unit in self._context.units))
             _hooks._pop_saved_tensors_default_hooks()
+        self._context.forwards.await_backward(is_awaited=any(unit.was_unsharded for unit in self._context.units))
 
     def reset(self) -> None:
         """No forward runs any more, whatever the last one has left behind."""
@@ -539,6 +610,12 @@ _CHANGED = (
 )  # as autograd says it
 
 
+_WRITTEN = (
+    "{}: one of the variables needed for gradient computation has been modified by an inplace operation: this "
+    "parameter was written to between its use in forward and the backward. Write to it after the backward."
+)
+
+
 def _saved(tensor: Tensor, place: FullTensors | None) -> _Saved | None:
     """What stands for a tensor in the memory of a unit's full tensors; None for what is no view of one of them.
 
@@ -560,11 +637,7 @@ def _restored(saved: _Saved) -> Tensor:
     """The tensor that was saved, of what is gathered in backward."""
     param, num_writes, view = saved
     if param.shard_storage.num_writes != num_writes:
-        raise RuntimeError(
-            f"{param.name}: one of the variables needed for gradient computation has been modified by an inplace "
-            "operation: this parameter was written to between its use in forward and the backward. Write to it after "
-            "the backward."
-        )
+        raise RuntimeError(_WRITTEN.format(param.name))
     if torch._C._len_torch_dispatch_stack():
         with _disable_current_modes():  # a checkpoint's counts operations, to find them again
             return view.of(param.gather_source.full_in_backward(param.gather_slot, view.dtype))

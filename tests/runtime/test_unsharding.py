@@ -722,12 +722,19 @@ def test_requires_grad_that_is_set_in_a_forward_is_the_parameters(worlds: WorldP
     assert worlds.run(2, frozen_in_forward) == [[False, True, False]] * 2
 
 
-def written_before_backward() -> str:
-    model = sharded(build())
+HOW = {"resharded": {}, "kept": {"reshard_after_forward": False}, "ddp": {"strategy": "ddp"}}
+WEIGHT, BIAS = "1.down.weight", "1.up.bias"
+
+
+def written_before_backward(how: str, name: str, num_forwards: int) -> str:
+    """What a backward says whose parameter was written to behind its forward, and maybe used by another one since."""
+    model = sharded(build(), **HOW[how])
     train(model, range(2), [dist.get_rank()])
     loss = model(batch(2, 0)).sum()
     with torch.no_grad():
-        model[1].down.weight.mul_(2.0)
+        model.get_parameter(name).mul_(2.0)
+    for _ in range(num_forwards - 1):
+        model(batch(2, 0)).sum().backward()
     try:
         loss.backward()
     except RuntimeError as error:
@@ -736,10 +743,65 @@ def written_before_backward() -> str:
     return "nothing"
 
 
-def test_a_weight_that_is_written_between_forward_and_backward_is_named(worlds: WorldPool):
-    for text in worlds.run(2, written_before_backward):
-        assert text.startswith("1.down.weight: ")
+@pytest.mark.parametrize("num_forwards", [1, 2])
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_weight_that_is_written_between_forward_and_backward_is_named(
+    worlds: WorldPool, num_ranks, how, num_forwards
+):
+    for text in worlds.run(num_ranks, written_before_backward, how, WEIGHT, num_forwards):
+        assert text.startswith(f"{WEIGHT}: ") or num_ranks == 1 or how == "ddp"  # else autograd notices it by itself
         assert "has been modified by an inplace operation" in text
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_a_bias_may_be_written_between_forward_and_backward_as_in_plain_pytorch(worlds: WorldPool, how):
+    assert worlds.run(2, written_before_backward, how, BIAS, 1) == ["nothing"] * 2
+
+
+def gradients_beside_writes(how: str) -> bool:
+    """Whether gradients are of the forward's values, where a step was taken on what its backward does not use."""
+    model, plain = sharded(build(), **HOW[how]), build()
+    train(model, range(2), [dist.get_rank()])
+    plain.load_state_dict({name: value.full_tensor().clone() for name, value in model.state_dict().items()})
+    losses = [each(batch(2, rank)).sum() for each, rank in ((model, dist.get_rank()), (plain, 0), (plain, 1))]
+    with torch.no_grad():
+        for each in (model, plain):
+            each.get_parameter(BIAS).mul_(2.0)
+    losses[0].backward()
+    (sum(losses[1:]) / 2).backward()
+    pairs = zip(model.parameters(), plain.parameters(), strict=True)
+    return all(torch.allclose(a.grad.full_tensor(), b.grad, atol=1e-6) for a, b in pairs)
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_gradients_are_of_the_values_of_the_forward(worlds: WorldPool, how):
+    assert worlds.run(2, gradients_beside_writes, how) == [True] * 2
+
+
+def num_packed(how: str) -> int:
+    """How many tensors autograd gives to hooks in a forward."""
+    model = sharded(build(), **HOW[how])
+    train(model, range(2), [dist.get_rank()])
+    push, counts = torch._C._autograd._push_saved_tensors_default_hooks, [0]
+
+    def counting(pack, unpack):
+        def counted(tensor):
+            counts[0] += 1
+            return pack(tensor)
+
+        push(counted, unpack)
+
+    torch._C._autograd._push_saved_tensors_default_hooks = counting
+    try:
+        model(batch(2, 0)).sum().backward()
+    finally:
+        torch._C._autograd._push_saved_tensors_default_hooks = push
+    return counts[0]
+
+
+def test_no_hooks_are_where_nothing_is_resharded(worlds: WorldPool):
+    assert [worlds.run(2, num_packed, how)[0] > 0 for how in HOW] == [True, False, False]
 
 
 def kept_past_the_forward() -> bool:
