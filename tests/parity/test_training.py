@@ -133,7 +133,8 @@ def test_foreach_and_fused_adamw_train_a_gpt_as_under_ddp_on_three_ranks(
     worlds: WorldPool, reference: Reference, fused
 ):
     optim = Optim("AdamW", {"lr": 1e-2, "eps": 1e-6, "foreach": not fused, "fused": fused})
-    assert_close(worlds.run(3, train, "gpt", Setup(), optim), reference(3, "gpt", Setup("ddp"), optim))
+    runs, expected = worlds.run(3, train, "gpt", Setup(), optim), reference(3, "gpt", Setup("ddp"), optim)
+    assert_close(runs, expected, 2 * TOLERANCE)  # DDP adds three up in another order; a CPU with AVX2 gave 1.1e-6
 
 
 CLIPS = [  # torch itself has no infinity norm of a gradient without elements, which `uneven` has
