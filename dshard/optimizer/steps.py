@@ -4,7 +4,8 @@ import itertools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from operator import attrgetter
+from itertools import compress, repeat
+from operator import attrgetter, is_not
 from typing import Any, ClassVar
 
 import torch
@@ -169,8 +170,9 @@ class _Count:
 
 def _written(optimizer: Optimizer) -> list[ShardedTensor]:
     """Parameters that it is about to write."""
-    sharded = [param for param in params_of(optimizer) if type(param) in SHARDED]
-    return [param for param, grad in zip(sharded, map(_GRAD, sharded), strict=True) if grad is not None]
+    params = params_of(optimizer)
+    sharded = list(compress(params, map(SHARDED.__contains__, map(type, params))))
+    return list(compress(sharded, map(is_not, map(_GRAD, sharded), repeat(None))))
 
 
 def _units_of(params: Sequence[ShardedTensor]) -> list[Unit]:

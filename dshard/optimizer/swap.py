@@ -3,8 +3,8 @@
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
-from operator import is_
+from itertools import chain, compress, repeat
+from operator import attrgetter, is_, not_
 from typing import Any, ClassVar
 
 import torch
@@ -15,11 +15,13 @@ from torch.optim import Optimizer
 from dshard.errors import StateError
 from dshard.optimizer.rows import FEWEST_IN_ROW, Row, Rows, params_of
 from dshard.tensor.sharded_tensor import SHARDED, ShardedTensor
-from dshard.tensor.storage import ShardStorage
+from dshard.tensor.storage import ShardStorage, shards_of
 from dshard.tensor.subclass_shards import subclass_gathers
 
 _NAMES = ("ASGD", "SGD", "Adadelta", "Adagrad", "Adam", "Adamax", "AdamW", "NAdam", "RAdam", "RMSprop", "Rprop")
 _ELEMENTWISE = frozenset(getattr(optim, name) for name in _NAMES)
+_STORAGE, _GRAD, _VIEW, _ORIGIN = map(attrgetter, ("shard_storage", "grad", "_view", "origin"))
+_LAYOUT, _PENDING, _STANDIN = map(attrgetter, ("shard_storage.layout", "_pending", "standin"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +80,30 @@ def standin_of(param: ShardedTensor) -> Tensor | None:
     return shard
 
 
+def _standins_of(params: Sequence[ShardedTensor]) -> list[Tensor] | None:
+    """`standin_of` each of them; None if one has none. Most often all are alike, and few lines ask that of all."""
+    storages, grads = list(map(_STORAGE, params)), list(map(_GRAD, params))
+    standins: list[Any] = list(map(_STANDIN, storages))
+    are_ready = _are_none(map(_PENDING, storages)) and not any(map(is_, standins, repeat(None)))
+    are_alike = are_ready and SHARDED.issuperset(map(type, grads)) and _are_none(map(_VIEW, chain(params, grads)))
+    if are_alike and all(map(is_, map(_LAYOUT, grads), map(_LAYOUT, params))):
+        for standin, grad in zip(standins, shards_of(list(map(_STORAGE, grads))), strict=True):
+            standin.grad = grad
+        return standins
+    found: list[Tensor] = []
+    for param in params:
+        standin = standin_of(param)
+        if standin is None:
+            forget_gradients(found)
+            return None
+        found.append(standin)
+    return found
+
+
+def _are_none(values: Iterable[Any]) -> bool:
+    return all(map(is_, values, repeat(None)))
+
+
 def _nothing() -> None:
     pass
 
@@ -110,21 +136,24 @@ def begin_swap(
     apart = left_out if rows is None else rows.of_param
     for number, group in enumerate(optimizer.param_groups):
         params: list[Tensor] = [row.tensor for row in rows.rows if row.group == number] if rows is not None else []
-        for param in group["params"] if len(apart) < num_params else ():  # else all are apart
-            if id(param) in apart:
-                continue
-            if type(param) not in SHARDED and type(param.grad) not in SHARDED:
-                params.append(param)
-                continue
-            shard = standin_of(param) if type(param) in SHARDED else None
-            if shard is None:
-                forget_gradients(shards)
-                if rows is not None:
-                    rows.let_go()
-                return False
-            swapped.append(param)
-            shards.append(shard)
-            params.append(shard)
+        given = group["params"] if len(apart) < num_params else ()  # else all are apart
+        own = [param for param in given if id(param) not in apart] if apart else given
+        are_sharded = list(map(SHARDED.__contains__, map(type, own)))
+        sharded, plain = list(compress(own, are_sharded)), list(compress(own, map(not_, are_sharded)))
+        takes_all = all(type(param.grad) not in SHARDED for param in plain)
+        standins = _standins_of(sharded) if takes_all else None
+        if standins is None:
+            forget_gradients(shards)
+            if rows is not None:
+                rows.let_go()
+            return False
+        swapped += sharded
+        shards += standins
+        if plain:
+            rest = iter(standins)
+            params += [next(rest) if is_one else param for param, is_one in zip(own, are_sharded, strict=True)]
+        else:
+            params += standins
         groups.append(params)
     if shards or apart:
         _swap(optimizer, groups, swapped, shards, apart, rows, undo)
@@ -143,19 +172,24 @@ def _swap(
     """Give an optimizer groups and states of shards; the hash of a tensor is its id, so ids serve as keys here."""
     of_param = dict(zip(map(id, swapped), shards, strict=True))
     has_own = rows is None or not rows.has_all_states
-    items = optimizer.state.items() if has_own else ()
-    own = [(param, named) for param, named in items if not apart or id(param) not in apart]
-    values = [value for _, named in own for value in named.values()]
-    sharded = [value for value in values if type(value) in SHARDED]
-    for value in sharded:
-        value.origin = None  # of a state that was cast as it was loaded: the step writes to it, and may not count that
-    storages = [value.shard_storage for value in sharded]
-    resolved = iter([storage.tensor if not storage.is_pending else storage.resolve() for storage in storages])
-    seen = [next(resolved) if type(value) in SHARDED else value for value in values]
+    keys, all_named = (list(optimizer.state), list(optimizer.state.values())) if has_own else ([], [])
+    if apart:
+        are_own = list(map(not_, map(apart.__contains__, map(id, keys))))
+        keys, all_named = list(compress(keys, are_own)), list(compress(all_named, are_own))
+    values = list(chain.from_iterable(map(dict.values, all_named)))
+    are_sharded = list(map(SHARDED.__contains__, map(type, values)))
+    sharded = list(compress(values, are_sharded))
+    if not _are_none(map(_ORIGIN, sharded)):
+        for (
+            value
+        ) in sharded:  # of a state that was cast as it was loaded: the step writes to it, and may not count that
+            value.origin = None
+    resolved = iter(shards_of(list(map(_STORAGE, sharded))))
+    seen = [next(resolved) if is_one else value for value, is_one in zip(values, are_sharded, strict=True)]
     rest = iter(seen)
     state: Any = defaultdict(dict)
-    for param, named in own:
-        state[of_param.get(id(param), param)] = dict(zip(named, rest, strict=False))  # takes as many as there are names
+    for param, named in zip(map(of_param.get, map(id, keys), keys), all_named, strict=True):
+        state[param] = dict(zip(named, rest, strict=False))  # takes as many as there are names
     params = [group["params"] for group in optimizer.param_groups]
     all_rows = rows.rows if rows is not None else []
     for row in all_rows:
