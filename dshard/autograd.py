@@ -24,6 +24,8 @@ from dshard.tensor.storage import ShardStorage
 
 GRAD: Any = Tensor.grad  # descriptor
 _NOTHING: AbstractContextManager[Any] = nullcontext()
+_is_inference, _is_grad_enabled = torch.is_inference_mode_enabled, torch.is_grad_enabled
+_set_grad_enabled = torch._C._set_grad_enabled
 
 
 def in_backward() -> bool:
@@ -66,28 +68,24 @@ class outside_autograd:  # noqa: N801 - a context manager, named as torch names 
     `inference_mode(False)` and `no_grad()` in a quarter of their time.
     """
 
-    __slots__ = ("_inference", "_transforms", "_was_enabled")
+    __slots__ = ("_others", "_was_enabled")
 
     def __enter__(self) -> None:
-        self._inference: Any = None
-        self._transforms: Any = None
-        if peek_interpreter_stack() is not None:
-            self._transforms = torch._C._DisableFuncTorch()
-            self._transforms.__enter__()
-        if torch.is_inference_mode_enabled():
-            self._inference = torch.inference_mode(mode=False)
-            self._inference.__enter__()
-        self._was_enabled = torch.is_grad_enabled()
+        self._others: ExitStack | None = None
+        if peek_interpreter_stack() is not None or _is_inference():
+            self._others = ExitStack()
+            if peek_interpreter_stack() is not None:
+                self._others.enter_context(torch._C._DisableFuncTorch())
+            self._others.enter_context(torch.inference_mode(mode=False))
+        self._was_enabled = _is_grad_enabled()
         if self._was_enabled:
-            torch._C._set_grad_enabled(False)  # noqa: FBT003 - it takes no name
+            _set_grad_enabled(False)  # noqa: FBT003 - it takes no name
 
-    def __exit__(self, *raised: object) -> None:
+    def __exit__(self, *raised: Any) -> None:
         if self._was_enabled:
-            torch._C._set_grad_enabled(True)  # noqa: FBT003
-        if self._inference is not None:
-            self._inference.__exit__(*raised)
-        if self._transforms is not None:
-            self._transforms.__exit__(*raised)
+            _set_grad_enabled(True)  # noqa: FBT003
+        if self._others is not None:
+            self._others.__exit__(*raised)
 
 
 def standing_for(grad: ShardedTensor, dtype: torch.dtype, *, is_seen: bool) -> ShardedTensor:

@@ -317,17 +317,25 @@ class Reduced:
         plan: Of the bucket.
     """
 
-    __slots__ = ("_flags", "_plan", "row", "shards")
+    __slots__ = ("_plan", "_shards", "row")
 
     def __init__(self, row: Tensor, plan: ReducePlan) -> None:
         self.row, self._plan = row, plan
-        self._flags, *slots = torch.unsafe_split_with_sizes(row, plan.sizes)
-        self.shards: list[Tensor] = []  # one per tensor: views of it
-        for slot, numel, is_filled, shape in zip(
-            slots, plan.local_numels, plan.are_filled, plan.local_shapes, strict=True
-        ):
-            part = slot if is_filled else slot[:numel]
-            self.shards.append(part if len(shape) == 1 else part.view(shape))
+        self._shards: list[Tensor] | None = None  # cut when they are asked for: the row may change its dtype first
+
+    @property
+    def shards(self) -> list[Tensor]:
+        """One per tensor: views of the row."""
+        if self._shards is None:
+            plan = self._plan
+            slots = torch.unsafe_split_with_sizes(self.row, plan.sizes)[1:]
+            self._shards = [
+                (slot if is_filled else slot[:numel]).view(shape)
+                for slot, numel, is_filled, shape in zip(
+                    slots, plan.local_numels, plan.are_filled, plan.local_shapes, strict=True
+                )
+            ]
+        return self._shards
 
     def add(self, other: "Reduced") -> None:
         """Add the shards and flags of another backward."""
@@ -335,7 +343,7 @@ class Reduced:
 
     def forget(self, index: int) -> None:
         """Have tensor `index` count as one that no rank had a gradient of."""
-        self._flags[index] = 0
+        self.row[index] = 0
         self.shards[index].zero_()
 
     def mapped(self, change: Callable[[Tensor], Tensor]) -> "Reduced":
@@ -348,4 +356,4 @@ class Reduced:
 
     def anywhere(self, index: int) -> bool:
         """Whether any rank had a gradient of tensor `index`; waits for the device."""
-        return bool(self._flags[index].real.item() > 0)
+        return bool(self.row[index].real.item() > 0)

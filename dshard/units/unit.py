@@ -3,7 +3,7 @@
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import compress, count
+from itertools import chain, compress, count
 from operator import attrgetter, is_
 from typing import Any, ClassVar, TypeVar
 
@@ -27,7 +27,7 @@ from dshard.units.extensions import Extensions
 
 B = TypeVar("B", bound=Bucket)
 
-_SPEC_OF = attrgetter("_spec")
+_SPEC_OF, _GROUPS_OF = attrgetter("_spec"), attrgetter("groups")
 
 
 class Unit:
@@ -393,12 +393,13 @@ class Unit:
 def groups_of(units: Sequence[Unit]) -> list[ShardGroup]:
     """The process groups of all units, each once, in the order of the units."""
     found: dict[str, ShardGroup] = {}
+    for group in dict.fromkeys(chain.from_iterable(map(_GROUPS_OF, units))):  # most often one for all of them
+        found.setdefault(group.name, group)
+        if group.replicas is not None:
+            found.setdefault(group.replicas.name, group.replicas)
     for unit in units:
-        for group in unit.groups:
-            found.setdefault(group.name, group)
-            if group.replicas is not None:
-                found.setdefault(group.replicas.name, group.replicas)
-            if type(unit.settings.reshard_after_forward) is int:
-                few = group.neighbours(unit.settings.reshard_after_forward)
+        num_ranks = unit.settings.reshard_after_forward
+        if type(num_ranks) is int:
+            for few in [group.neighbours(num_ranks) for group in unit.groups]:
                 found.setdefault(few.name, few)
     return list(found.values())
