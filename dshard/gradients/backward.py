@@ -29,6 +29,7 @@ from dshard.units.context import ModelContext, Phase
 from dshard.units.unit import Unit, groups_of
 
 _REQUIRES_GRAD = REQUIRES_GRAD.__get__
+_GRAD_OF, _SET_GRAD = GRAD.__get__, GRAD.__set__
 _STRIDED = torch.strided
 _HOOKS_OF, _HOOKS_AFTER = attrgetter("_backward_hooks"), attrgetter("_post_accumulate_grad_hooks")
 _IS_NODE_KNOWN, _WIRE_PRECISION = attrgetter("is_node_known"), attrgetter("wire_precision")
@@ -199,13 +200,14 @@ class Backward:
         are_alone = alone_in_backward(grads)  # ahead of other references
         params, left = [unit.params[slot] for slot in slots], list[Any](grads)
         accumulate = which_accumulate([node for node, _ in edges])
-        taken = []
-        for index, param in enumerate(params):
-            grad = left[index]
-            if grad is not None and accumulate[index] and grad.layout is _STRIDED:
-                hooks = param._backward_hooks
-                if hooks is not None and len(hooks) == 1 and _REQUIRES_GRAD(param):  # nobody but `.grad` is to have it
-                    taken.append(index)
+        each = zip(left, accumulate, map(_HOOKS_OF, params), map(_REQUIRES_GRAD, params), strict=True)
+        taken = [
+            index
+            for index, (grad, does, hooks, requires) in enumerate(each)
+            # Nobody but `.grad` is to have it.
+            if grad is not None and does and requires and hooks is not None and len(hooks) == 1
+            if grad.layout is _STRIDED
+        ]
         if not taken:
             return left
         own_slots, own_grads = slots, list(left)
@@ -216,9 +218,9 @@ class Backward:
         added_up = []
         for index, reduced in zip(taken, given, strict=True):
             param, left[index] = params[index], None
-            known = GRAD.__get__(param)
+            known = _GRAD_OF(param)
             if known is None:
-                GRAD.__set__(param, reduced)
+                _SET_GRAD(param, reduced)
             elif known is reduced:
                 added_up.append(known)  # to the buffer that `.grad` awaits
             else:  # not by autograd, which would add a full gradient of another use to it first

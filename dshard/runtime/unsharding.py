@@ -520,10 +520,11 @@ def _unpack(saved: Any) -> Tensor:
     kind = type(saved)
     if kind is _Saved:
         return _restored(saved)
-    if kind is _Kept:
-        tensor, version = saved
-    else:
-        tensor, version = saved, 0
+    if kind is not _Kept:
+        if not saved._version:
+            return saved
+        saved = saved, 0
+    tensor, version = saved
     if tensor._version != version:
         raise RuntimeError(_CHANGED.format(tensor.type(), list(tensor.shape), tensor._version, version))
     return tensor
