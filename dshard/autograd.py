@@ -76,7 +76,8 @@ class outside_autograd:  # noqa: N801 - a context manager, named as torch names 
             self._others = ExitStack()
             if peek_interpreter_stack() is not None:
                 self._others.enter_context(torch._C._DisableFuncTorch())
-            self._others.enter_context(torch.inference_mode(mode=False))
+            if _is_inference():
+                self._others.enter_context(torch.inference_mode(mode=False))
         self._was_enabled = _is_grad_enabled()
         if self._was_enabled:
             _set_grad_enabled(False)  # noqa: FBT003 - it takes no name

@@ -201,13 +201,12 @@ class ReduceBucket:
 
     def _fill_rows(self, rows: Tensor) -> None:
         """Pack what waits, zeros for what is missing, and the flags."""
-        if self._pack_waiting():
-            return
-        rows[:, : self._plan.num_flags].fill_(1)
-        for index, (slots, present) in enumerate(zip(self._all_slots(), self._present, strict=True)):
-            if not present:
-                slots.zero_()
-                rows[:, index].zero_()
+        if not self._pack_waiting():
+            rows[:, : self._plan.num_flags].fill_(1)
+            for index, (slots, present) in enumerate(zip(self._all_slots(), self._present, strict=True)):
+                if not present:
+                    slots.zero_()
+                    rows[:, index].zero_()
         self._slots = ()
 
     def launch(self, *, mean: bool) -> Handle["Reduced"]:
@@ -329,12 +328,10 @@ class Reduced:
         if self._shards is None:
             plan = self._plan
             slots = torch.unsafe_split_with_sizes(self.row, plan.sizes)[1:]
-            self._shards = [
-                (slot if is_filled else slot[:numel]).view(shape)
-                for slot, numel, is_filled, shape in zip(
-                    slots, plan.local_numels, plan.are_filled, plan.local_shapes, strict=True
-                )
-            ]
+            filled = zip(slots, plan.local_numels, plan.are_filled, strict=True)
+            parts = [slot if is_filled else slot[:numel] for slot, numel, is_filled in filled]
+            shapes = plan.local_shapes
+            self._shards = [p if len(shape) == 1 else p.view(shape) for p, shape in zip(parts, shapes, strict=True)]
         return self._shards
 
     def add(self, other: "Reduced") -> None:

@@ -180,9 +180,7 @@ def _swap(
     are_sharded = list(map(SHARDED.__contains__, map(type, values)))
     sharded = list(compress(values, are_sharded))
     if not _are_none(map(_ORIGIN, sharded)):
-        for (
-            value
-        ) in sharded:  # of a state that was cast as it was loaded: the step writes to it, and may not count that
+        for value in sharded:  # of states that were cast as they were loaded: the step writes to them uncounted
             value.origin = None
     resolved = iter(shards_of(list(map(_STORAGE, sharded))))
     seen = [next(resolved) if is_one else value for value, is_one in zip(values, are_sharded, strict=True)]
