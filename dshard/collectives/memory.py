@@ -200,11 +200,13 @@ class _Kept:
             place = next(found, -1)
         buffer = alike.pop(place)
         self.num_bytes -= buffer.num_bytes
+        if not alike:
+            del self._alike[key]
         return buffer
 
     def drop(self) -> None:
         """Let go of the one that was not used for longest."""
-        key = min((key for key, alike in self._alike.items() if alike), key=lambda key: self._alike[key][0].kept_since)
+        key = min(self._alike, key=lambda key: self._alike[key][0].kept_since)
         self.num_bytes -= self._alike[key].pop(0).num_bytes
         if not self._alike[key]:
             del self._alike[key]

@@ -229,6 +229,11 @@ class Backward:
             torch.autograd.graph.increment_version(added_up)
         return left
 
+    def note_use(self, unit: Unit) -> None:
+        """The backward uses full tensors of a unit that autograd has kept since the forward."""
+        self.notice()
+        self._context.eviction.touched.add(unit)
+
     def _on_first(self, unit: Unit) -> None:
         """Gather a unit of which the first gradient has arrived, if other ranks may need it; or note that they did."""
         if unit in self._context.regions.in_backward:
@@ -242,11 +247,13 @@ class Backward:
 
     def _on_repeated(self, unit: Unit) -> None:
         """Free a unit that will be gathered anew for another forward of its modules, unless ranks differ in them."""
+        self.notice()
         if unit not in self._context.regions.units:
             self._context.eviction.after_backward(unit)
 
     def _on_passed(self, unit: Unit, is_unwatched: bool) -> None:
         """Free a unit whose modules' inputs have their gradients, and let its own leave, unless some may come still."""
+        self.notice()
         if unit in self._context.regions.units:
             return  # the end of its region does so on all ranks, or that of the backward
         self._context.eviction.after_backward(unit)

@@ -7,11 +7,12 @@ those of uses elsewhere come, too.
 
 Autograd saves views of full tensors. It is given their place in the unit instead, by hooks that the root's forward
 puts below all others, and gets them again, gathered, in backward: so nothing but the unit itself holds its memory.
+Where all units stay gathered until their backward it keeps them as they are.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from operator import attrgetter, is_
+from operator import attrgetter
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -36,7 +37,7 @@ from dshard.units.unit import Unit
 _hooks = torch._C._autograd
 _VERSION_OF = attrgetter("_version")
 _STORAGE_OF = attrgetter("shard_storage")
-_SETTINGS_OF = attrgetter("settings")
+_PARAMS_OF = attrgetter("params")
 _NUM_WRITES = attrgetter("shard_storage.num_writes")
 _USES_OF = Tensor._use_count  # type: ignore[attr-defined]
 _KINDS = (ShardedTensor, MixedShardedTensor)  # whose full tensors are plain, and where their shards are
@@ -75,13 +76,15 @@ class _Unshard(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         """Has the full gradients of this rank reduced; where some may come from other uses, each parameter's hook."""
         unit: Unit = ctx.unit
+        backward: Backward = unit.model.get(Backward)
         if ctx.uses is not None:
             ctx.uses.check()
+            if ctx.uses.is_used:
+                backward.note_use(unit)
         is_ordinary = not torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
         is_all = unit.num_unshards <= 1 and not unit.is_used_beside and ctx.slots is not None
         if not (is_ordinary and is_all) or unit.settings.num_slices > 1:
             return *_NO_GRADS, *grads
-        backward: Backward = unit.model.get(Backward)
         with torch._C.DisableTorchFunctionSubclass():  # parameters are asked for much, and nothing is computed
             return *_NO_GRADS, *backward.receive_together(unit, ctx.slots, grads, ctx.next_functions)
 
@@ -96,19 +99,32 @@ class _Uses:
         params: Of a unit.
     """
 
-    __slots__ = ("_num_writes", "_params", "num_refs")
+    __slots__ = ("_num_refs", "_num_writes", "_params")
 
     def __init__(self, params: Sequence[Any]) -> None:
         self._params, self._num_writes = params, list(map(_NUM_WRITES, params))
-        self.num_refs: list[int] = []  # to each full tensor, as the forward ended: autograd's among them
+        self._num_refs = [2] * len(params)  # to each full tensor, as the forward ended: autograd's among them
+
+    def end_forward(self, fulls: Sequence[Tensor]) -> None:
+        """The forward has ended, and autograd keeps what it keeps."""
+        self._num_refs = list(map(_USES_OF, fulls))
+
+    def forgive(self, slots: Iterable[int]) -> None:
+        """Some parameters were given what the forward itself has written to their full tensors, as autograd knows."""
+        for slot in slots:
+            self._num_writes[slot] = _NUM_WRITES(self._params[slot])
+
+    @property
+    def is_used(self) -> bool:
+        """Whether the backward takes any of them."""
+        return max(self._num_refs, default=0) > 1
 
     def check(self) -> None:
         """Raise where autograd has used a full tensor that is not the parameter's value any more."""
         now = list(map(_NUM_WRITES, self._params))
         if now == self._num_writes:
             return
-        num_refs = self.num_refs or [2] * len(now)
-        for param, count, before, num in zip(self._params, now, self._num_writes, num_refs, strict=True):
+        for param, count, before, num in zip(self._params, now, self._num_writes, self._num_refs, strict=True):
             if count != before and num > 1:
                 raise RuntimeError(_WRITTEN.format(param.name))
 
@@ -317,8 +333,9 @@ class Unsharding:
             now = [(storage, storage.num_writes) for storage in map(_STORAGE_OF, params)]
             self._writes = any(a is not b or i != j for (a, i), (b, j) in zip(before, now, strict=False))
         made, self._made = self._made, []
-        if self._uses is not None:
-            self._uses.num_refs, self._uses = list(map(_USES_OF, made)), None
+        uses, self._uses = self._uses, None
+        if uses is not None:
+            uses.end_forward(made)
         for parameters, name, slot in self._places if made else ():
             if parameters.get(name) is made[slot]:
                 parameters[name] = params[slot]
@@ -336,6 +353,8 @@ class Unsharding:
         if written:
             self._writes = True
             self._write_back(written)
+            if uses is not None:
+                uses.forgive(written)
 
     def _slots_of_other_bits(self) -> list[int]:
         """The full tensors that the first forward of graphs has written to, for they may hide that from counters."""
@@ -378,7 +397,8 @@ class Unshardings:
     """Those of a model; while its root's forward runs, autograd saves places in units rather than their memory.
 
     Where no unit is resharded before its backward, it saves full tensors as they are: then they are in memory anyway,
-    and hooks at each tensor that is saved would cost the host time for nothing.
+    and hooks at each tensor that is saved would cost the host time for nothing. A frozen unit has no gradient that
+    would tell of its backward, so that hooks must.
 
     Args:
         context: Of the model.
@@ -392,8 +412,6 @@ class Unshardings:
         self.is_open = self.keeps_values = False
         self._context = context
         self._num_roots = 0  # forwards of the root that run
-        self._settings: list[object] = []  # of the units, when it was looked up whether they stay
-        self._stay = False
         context.unshard_again = _unshard_again
 
     def of(self, unit: Unit, module: nn.Module) -> Unsharding:
@@ -420,15 +438,14 @@ class Unshardings:
         _Transforms.begin()
 
     def _all_stay(self) -> bool:
-        """Whether all units stay gathered from their forward to their backward."""
-        context = self._context
-        if isinstance(context.settings.memory_budget, int):
+        """Whether all units stay gathered from forward to backward, and each has gradients that tell of the latter."""
+        eviction = self._context.eviction
+        if isinstance(self._context.settings.memory_budget, int):
             return False
-        settings: list[object] = list(map(_SETTINGS_OF, context.units))
-        if len(settings) != len(self._settings) or not all(map(is_, settings, self._settings)):
-            goes = (context.eviction.reshards(unit) for unit in context.units if unit.is_mixed or not unit.is_whole)
-            self._settings, self._stay = settings, not any(goes)
-        return self._stay
+        for unit in filter(_PARAMS_OF, self._context.units):
+            if unit.is_frozen or ((unit.is_mixed or not unit.is_whole) and eviction.reshards(unit)):
+                return False
+        return True
 
     def end(self, module: nn.Module) -> None:
         """It ended."""

@@ -402,7 +402,8 @@ def foreach_norm(func: OpOverload, args: Args, kwargs: Kwargs) -> list[Tensor]:
     rule = _norm_rule(order)
     results: list[Any] = [None] * len(tensors)
     alike: dict[Any, tuple[list[ShardGroup], list[int], list[Tensor]]] = {}  # groups, and whose parts: which
-    is_on_shards = rule is not None and not kwargs and not is_recorded(*tensors)
+    are_recorded = is_recorded(*tensors)
+    is_on_shards = rule is not None and not kwargs and not are_recorded
     for i, tensor in enumerate(tensors):
         if not is_on_shards or not isinstance(tensor, ShardedTensor) or tensor._view or tensor.shard_storage.tag:
             results[i] = func([materialize(tensor)], *args[1:], **kwargs)[0]
@@ -425,7 +426,7 @@ def foreach_norm(func: OpOverload, args: Args, kwargs: Kwargs) -> list[Tensor]:
         found = torch._foreach_pow(list(totals), 1.0 / order) if are_powers else map(combine, totals)
         for i, total in zip(indices, found, strict=True):
             results[i] = total if dtype.is_complex or total.dtype == dtype else total.to(dtype)
-    are_agreed = is_on_shards and all(isinstance(tensor, ShardedTensor) for tensor in tensors)
+    are_agreed = not are_recorded and all(isinstance(tensor, ShardedTensor) for tensor in tensors)
     return answering(results, AgreedTensor, tensors[0]._spec.mesh) if are_agreed else results
 
 

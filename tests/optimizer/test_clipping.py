@@ -192,3 +192,24 @@ def test_a_grad_scaler_skips_a_step_on_all_ranks_for_one_ranks_infinity(
     worlds: WorldPool, num_ranks, name, mode, clips
 ):
     check(worlds, num_ranks, "scaler", scaled, name, mode, clips)
+
+
+def have_full_tensors() -> list[bool]:
+    """Whether norms of sharded gradients answer as DTensors do, whatever they are of."""
+    model = build()
+    shard(model)
+    loss_of(model, 0, dist.get_rank()).backward()
+    grads: list[Any] = [p.grad for p in model.parameters() if p.numel()]
+    norms = [
+        nn.utils.get_total_norm(grads, 2.0),
+        nn.utils.get_total_norm(grads, -1.0),
+        *torch._foreach_norm(grads, 2, dtype=torch.float64),
+        nn.utils.clip_grad_norm_([p for p in model.parameters() if p.numel()], 0.1).sqrt(),
+    ]
+    return [hasattr(norm, "full_tensor") and type(norm.full_tensor()) is torch.Tensor for norm in norms]
+
+
+def test_norms_of_sharded_gradients_have_full_tensors(worlds: WorldPool):
+    for found in worlds.run(2, have_full_tensors):
+        assert len(found) > 3
+        assert all(found)

@@ -3,6 +3,7 @@
 import os
 import re
 from collections.abc import Callable
+from itertools import count
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ import dshard
 from dshard.runtime.unsharded import UnshardedParameter
 from dshard.tensor import ShardedTensor
 from dshard.testing import World, WorldPool
+from dshard.units import copies
 from dshard.units.copies import FULL_TENSORS
 
 WIDTH = 8
@@ -777,6 +779,72 @@ def gradients_beside_writes(how: str) -> bool:
 @pytest.mark.parametrize("how", HOW)
 def test_gradients_are_of_the_values_of_the_forward(worlds: WorldPool, how):
     assert worlds.run(2, gradients_beside_writes, how) == [True] * 2
+
+
+def clamping(num_before: int, num: int) -> Callable[[Block], None]:
+    """What clamps a weight in `num` forwards after others."""
+    forwards = count()
+
+    def clamp(block: Block) -> None:
+        if num_before <= next(forwards) < num_before + num:
+            block.up.weight.data.clamp_(-0.1, 0.1)
+
+    return clamp
+
+
+def clamped_in_some_forwards(how: str) -> bool:
+    """Whether a module that writes to its weight ahead of its use, in its third step, trains as the plain one."""
+    host_values, copies.HostValues = copies.HostValues, lambda: None  # memory that hosts share must not be written to
+    try:
+        results = []
+        for model, ranks in ((sharded(build(), **HOW[how]), [dist.get_rank()]), (build(), [0, 1])):
+            model[1].action = clamping(2 * len(ranks), len(ranks))
+            results.append(train(model, range(4), ranks))
+    finally:
+        copies.HostValues = host_values
+    return all(torch.allclose(a, b, atol=1e-6) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("how", ["resharded", "kept"])
+def test_a_module_may_write_to_its_weight_in_a_later_forward(worlds: WorldPool, how):
+    assert worlds.run(2, clamped_in_some_forwards, how) == [True] * 2
+
+
+def hooks_left_on_an_input(how: str, is_frozen: bool) -> list[int]:
+    """How many hooks an input has after each of some backwards in which no parameter gets a gradient."""
+    model = sharded(build().requires_grad_(not is_frozen), **HOW[how])
+    x, found = batch(0, 0).requires_grad_(), []
+    for _ in range(4):
+        torch.autograd.grad(model(x).square().sum(), x)
+        found.append(len(x._backward_hooks or ()))
+    return found
+
+
+@pytest.mark.parametrize("is_frozen", [False, True])
+@pytest.mark.parametrize("how", HOW)
+def test_a_backward_to_an_input_alone_ends_as_others_do(worlds: WorldPool, how, is_frozen):
+    assert worlds.run(2, hooks_left_on_an_input, how, is_frozen) == [[0] * 4] * 2
+
+
+def frozen_and_written(how: str) -> str:
+    model = sharded(build(), **HOW[how])
+    model[1].requires_grad_(False)
+    train(model, range(2), [dist.get_rank()])
+    loss = model(batch(2, 0)).sum()
+    with torch.no_grad():
+        model.get_parameter(WEIGHT).mul_(2.0)
+    try:
+        loss.backward()
+    except RuntimeError as error:
+        model.reset_iter_state()
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_a_frozen_weight_that_is_written_between_forward_and_backward_is_told_of(worlds: WorldPool, how):
+    for text in worlds.run(2, frozen_and_written, how):
+        assert "has been modified by an inplace operation" in text
 
 
 def num_packed(how: str) -> int:
