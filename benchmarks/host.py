@@ -11,7 +11,18 @@ import torch
 
 from benchmarks.measure import Summary, timed
 from benchmarks.memory import footprint
-from benchmarks.models import BF16, COMPILED, KINDS, ON_THE_HOST, STEPS, Size, Workload, compiling_here, overheads
+from benchmarks.models import (
+    BF16,
+    COMPILED,
+    HOW_ON_THE_HOST,
+    KINDS,
+    ON_THE_HOST,
+    STEPS,
+    Size,
+    Workload,
+    compiling_here,
+    overheads,
+)
 from benchmarks.output import Output, bars_of, table, timing_table
 from dshard.testing import fake_world
 
@@ -61,6 +72,7 @@ def run(output: Output, *, ranks: int = 8, rounds: int = 20, layers: int = 24, w
         ("GPT, bf16, checkpointing", replace(size, checkpointing=True), replace(gpt, policy=BF16), ""),
         ("GPT, bf16, blocks compiled", size, replace(gpt, policy=BF16), COMPILED),
     ]
+    rows_of += [(f"GPT, bf16, {how}", size, replace(each, policy=BF16), "") for how, each in HOW_ON_THE_HOST.items()]
     for name, workload in ON_THE_HOST.items():
         if name != "GPT" and not (name == "HF Llama" and find_spec("transformers") is None):
             smaller = replace(size, layers=max(1, half))

@@ -337,12 +337,16 @@ def shard(
     return library(model, **options)
 
 
-def training_step(model: nn.Module, optimizer: torch.optim.Optimizer, ids: Tensor) -> Callable[[], None]:
-    """One forward, backward and optimizer step on ids of shape (batch, tokens + 1)."""
+def training_step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, ids: Tensor, max_norm: float | None = None
+) -> Callable[[], None]:
+    """One forward, backward and optimizer step on ids of shape (batch, tokens + 1), clipped if a norm is given."""
 
     def step() -> None:
         loss = F.cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
         loss.backward()
+        if max_norm is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), max_norm)
         optimizer.step()
         optimizer.zero_grad()
 
@@ -354,10 +358,16 @@ def _optimizer(model: nn.Module, *, fused: bool | None = None) -> torch.optim.Op
 
 
 def _train(
-    model: nn.Module, size: Size, *, batch: int = 4, tokens: int = 128, fused: bool | None = None
+    model: nn.Module,
+    size: Size,
+    *,
+    batch: int = 4,
+    tokens: int = 128,
+    fused: bool | None = None,
+    max_norm: float | None = None,
 ) -> Callable[[], None]:
     ids = torch.randint(0, size.vocab, (batch, tokens + 1))
-    return training_step(model, _optimizer(model, fused=fused), ids)
+    return training_step(model, _optimizer(model, fused=fused), ids, max_norm)
 
 
 def _classify(model: nn.Module, size: Size) -> Callable[[], None]:
@@ -374,9 +384,9 @@ def _classify(model: nn.Module, size: Size) -> Callable[[], None]:
     return step
 
 
-def _accumulate(model: Any, size: Size) -> Callable[[], None]:
+def _accumulate(model: Any, size: Size, *, tokens: int = 128, fused: bool | None = None) -> Callable[[], None]:
     """A step of 4 micro-batches; gradients are reduced in the last one."""
-    optimizer, ids = _optimizer(model), torch.randint(0, size.vocab, (4, 129))
+    optimizer, ids = _optimizer(model, fused=fused), torch.randint(0, size.vocab, (4, tokens + 1))
 
     def step() -> None:
         for number, part in enumerate(ids.chunk(4)):
@@ -488,6 +498,11 @@ ON_THE_HOST: dict[str, Workload] = {  # by a fused optimizer: by AdamW's loop mu
     "conv net": Workload(ConvNet, _classify),
     "experts": Workload(Experts, _TINY_STEP),
     "HF Llama": Workload(HFLlama, _TINY_STEP),
+}
+HOW_ON_THE_HOST: dict[str, Workload] = {  # other steps of the GPT
+    "clipped": Workload(step=partial(_TINY_STEP, max_norm=1.0)),
+    "4 micro-batches": Workload(step=partial(_accumulate, tokens=16, fused=True)),
+    "frozen but for norms": Workload(_frozen, _TINY_STEP),
 }
 
 

@@ -134,8 +134,9 @@ def test_plan_writes_five_limits_beside_single_strategies(bench):
 
 def test_host_writes_its_cases(bench):
     result, _ = bench("host", *TINY, "--rounds", 2, file="host_fake")
-    settings = ["GPT, fp32", "GPT, bf16", "GPT, bf16, checkpointing", "GPT, bf16, blocks compiled", "conv net, fp32"]
-    settings += ["experts, fp32", "experts, bf16", "HF Llama, fp32", "HF Llama, bf16"]
+    settings = ["GPT, fp32", "GPT, bf16", "GPT, bf16, checkpointing", "GPT, bf16, blocks compiled"]
+    settings += ["GPT, bf16, clipped", "GPT, bf16, 4 micro-batches", "GPT, bf16, frozen but for norms"]
+    settings += ["conv net, fp32", "experts, fp32", "experts, bf16", "HF Llama, fp32", "HF Llama, bf16"]
     assert list(result["rows"]) == [f"{setting}, 1 layers, 8 ranks" for setting in settings]
     for rows in result["rows"].values():
         assert set(rows) == KINDS - {"DDP"}
