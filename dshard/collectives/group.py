@@ -3,10 +3,9 @@
 import contextlib
 import copy
 import sys
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -160,8 +159,6 @@ class ShardGroup:
         replicas: The ranks that hold the same shard as this one, where the shards exist more than once.
     """
 
-    _of_meshes: ClassVar["weakref.WeakValueDictionary[Any, ShardGroup]"] = weakref.WeakValueDictionary()
-
     def __init__(self, group: ProcessGroup, device: torch.device, replicas: "ShardGroup | None" = None) -> None:
         self.process_group = self.reduce_group = group  # the latter for reduce-scatters
         self.replicas = replicas
@@ -186,13 +183,9 @@ class ShardGroup:
 
     @classmethod
     def of_mesh(cls, group: ProcessGroup, device: torch.device, replicas: "ShardGroup | None" = None) -> "ShardGroup":
-        """That of a dim of a mesh, the same one for all tensors; the dim has the user's timeout from now on."""
-        key = id(group), _with_index(device), id(replicas)
-        known = cls._of_meshes.get(key)
-        if known is None:
-            _c10d.take_timeout(group)
-            known = cls._of_meshes[key] = cls(group, device, replicas)
-        return known
+        """That of a dim of a mesh, which from now on has the user's timeout."""
+        _c10d.take_timeout(group)
+        return cls(group, device, replicas)
 
     def __deepcopy__(self, memo: dict[int, object]) -> "ShardGroup":
         return self  # a process group is a resource, not a value

@@ -393,7 +393,7 @@ class Unit:
 def groups_of(units: Sequence[Unit]) -> list[ShardGroup]:
     """The process groups of all units, each once, in the order of the units."""
     found: dict[str, ShardGroup] = {}
-    for group in dict.fromkeys(chain.from_iterable(map(_GROUPS_OF, units))):  # most often one for all of them
+    for group in dict.fromkeys(chain.from_iterable(map(_GROUPS_OF, units))):
         found.setdefault(group.name, group)
         if group.replicas is not None:
             found.setdefault(group.replicas.name, group.replicas)

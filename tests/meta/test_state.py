@@ -71,7 +71,6 @@ ALLOWED: dict[str, str] = {
     # Results of pure functions.
     "dshard.collectives.flight.is_users": "remembered by file",
     "dshard.collectives.plan._PLANS": "equal plans are one object; held weakly",
-    "dshard.collectives.group.ShardGroup._of_meshes": "tensors on a dim of a mesh share one group; held weakly",
     "dshard.tensor.dispatch._RULES": "remembered by operation",
     "dshard.tensor.meshes._SHARED_DIMS": "remembered by meshes, which are held weakly",
     "dshard.tensor.meshes._WITHIN": "process groups are never freed, so neighbours on a mesh are made once",
