@@ -295,7 +295,7 @@ class BufferPool:
         if arena is not None:
             self.settle()
         buffer = self._kept.take((num_bytes, arena), make)
-        if buffer is None and arena is None and self._away:
+        if buffer is None and arena is None:
             self._await_readers(lambda: self.out_bytes + num_bytes > max(self._peak_bytes, self._last_peak_bytes))
             buffer = self._kept.take((num_bytes, arena), make)
         if buffer is None:

@@ -405,7 +405,8 @@ def foreach_norm(func: OpOverload, args: Args, kwargs: Kwargs) -> list[Tensor]:
     are_recorded = is_recorded(*tensors)
     is_on_shards = rule is not None and not kwargs and not are_recorded
     for i, tensor in enumerate(tensors):
-        if not is_on_shards or not isinstance(tensor, ShardedTensor) or tensor._view or tensor.shard_storage.tag:
+        is_own = is_on_shards and isinstance(tensor, ShardedTensor) and tensor._view is None
+        if not is_own or tensor.shard_storage.tag:
             results[i] = func([materialize(tensor)], *args[1:], **kwargs)[0]
             continue
         part, groups = _own_part(tensor)

@@ -63,8 +63,8 @@ def test_a_trainer_that_loads_the_best_model_at_the_end_saves_that_of_ddp(world:
     (expected, _), (found, _) = (
         world.run(best_of, str(tmp_path), how, timeout_s=TIMEOUT_S) for how in ("ddp", "dshard")
     )
+    assert differing(found["evaluations"], expected["evaluations"]) == []
     # Norms are added up in another order, so what is clipped by them has DDP's last bits on some CPUs alone.
-    assert apart(found["evaluations"], expected["evaluations"])[0] < 1e-5
     assert apart(found["adapters"], expected["adapters"])[0] < 1e-5
 
 
