@@ -209,10 +209,10 @@ MUTANTS: dict[str, Mutant] = {
         without_wait("all-gather of 'blocks.0'"), ("all_gather", "blocks.0"), {"units": "blocks"}
     ),
     "wait for a reduction": Mutant(
-        without_wait("reduce-scatter of"), ("reduce_scatter", "dshard::reduce "), {"setting": "divide factor"}
+        without_wait("reduce-scatter of"), ("reduce_scatter", "dshard::reduce "), {"reduction": "divide factor"}
     ),
     "wait for an all-reduce over replicas": Mutant(
-        without_wait("all-reduce of"), ("all_reduce",), {"mesh": "HSDP", "setting": "divide factor"}, num_ranks=4
+        without_wait("all-reduce of"), ("all_reduce",), {"mesh": "HSDP", "reduction": "divide factor"}, num_ranks=4
     ),
     "wait for a norm": Mutant(without_wait("clip_grad_norm_"), ("all_reduce",), {"clip": "dshard"}),
     "wait for a broadcast of weights": Mutant(without_wait("weights"), ("broadcast",), {"sync": "broadcast"}),

@@ -21,7 +21,10 @@ AWAY = [  # `DTensor.from_local` puts a state on the mesh's device, gradients ar
     for level in FACTORS["offload"]
     if level != "none"
 ]
-LEFT_OUT = {"compile": ("blocks", "step")}  # torch.compile has rules for each kind of device, and none for this one
+LEFT_OUT = {
+    "compile": ("blocks", "step"),  # torch.compile has rules for each kind of device, and none for this one
+    "strategy": ("zero1", "reshard=False", "plan"),  # which gather and reduce as "zero2", "keep" and "mixed" do
+}
 
 
 @cache

@@ -54,27 +54,27 @@ NAMES: dict[str, str] = {
 }
 ACCEPTED = NOT_HERE + "accepted for FSDP2's sake, does nothing"
 SETTERS: dict[str, str] = {
-    "set_all_reduce_hook": "setting: reduce hook",
+    "set_all_reduce_hook": "reduction: reduce hook",
     "set_allocate_memory_from_process_group_for_comm": NOT_HERE
     + "tests/accelerator/test_streams.py; it changes no number",
     "set_check_gradients": NOT_HERE + "tests/gradients/test_finite.py; it changes no number",
     "set_custom_all_gather": NOT_HERE + "tests/collectives/test_custom_comms.py; it changes no number",
     "set_custom_reduce_scatter": NOT_HERE + "tests/collectives/test_custom_comms.py; it changes no number",
     "set_force_sum_reduction_for_comms": NOT_HERE + "gloo has no other; tests/collectives/test_comm_memory.py",
-    "set_gradient_divide_factor": "setting: divide factor",
+    "set_gradient_divide_factor": "reduction: divide factor",
     "set_is_last_backward": ACCEPTED,
     "set_modules_to_backward_prefetch": ACCEPTED,
     "set_modules_to_forward_prefetch": ACCEPTED,
     "set_post_optim_event": ACCEPTED,
     "set_prefetch": "setting: prefetch 0",
-    "set_reduce_scatter_divide_factor": "setting: divide factor",
+    "set_reduce_scatter_divide_factor": "reduction: divide factor",
     "set_reduce_scatter_max_input_buffers": "setting: 2 buffers",
     "set_reduce_scatter_unused_params": ACCEPTED,
     "set_requires_all_reduce": "accumulation: set all_reduce",
     "set_requires_gradient_sync": "accumulation: set sync",
     "set_reshard_after_backward": "setting: kept after backward",
     "set_reshard_after_forward": "setting: set reshard",
-    "set_separate_reduce_scatter_group": "setting: own group",
+    "set_separate_reduce_scatter_group": "reduction: own group",
     "set_symm_mem_for_comm": NOT_HERE + "gloo has none; tests/gpu/test_worlds.py",
     "set_unshard_in_backward": ACCEPTED,
 }

@@ -86,7 +86,12 @@ def covering_array(factors: Factors, triples_among: int, constraints: Sequence[C
 
     The first level of a factor is taken where nothing is left to cover. The same arguments give the same rows.
     """
-    greedy, rows = _Greedy(factors, triples_among, constraints), []
+    names = list(factors)
+    rest = sorted(names[triples_among:], key=lambda name: -len(factors[name]))  # those with few levels fit in anywhere
+    greedy, rows = (
+        _Greedy({name: factors[name] for name in names[:triples_among] + rest}, triples_among, constraints),
+        [],
+    )
     greedy.left = dict(sorted(greedy.left.items(), key=lambda item: -len(item[0])))  # triples first
     while greedy.left:
         row = greedy.row()
@@ -94,5 +99,5 @@ def covering_array(factors: Factors, triples_among: int, constraints: Sequence[C
         for combination in covered_by(row, triples_among):
             greedy.left.pop(combination, None)
         assert len(greedy.left) < before, f"{row} covers nothing new"
-        rows.append(row)
+        rows.append({name: row[name] for name in names})
     return rows

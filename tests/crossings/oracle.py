@@ -57,8 +57,8 @@ def context_of(row: Mapping[str, str]) -> Any:
 def scale_of(row: Mapping[str, str]) -> float:
     """By what sums of gradients over the ranks are multiplied."""
     mean = 1.0 / num_data_ranks(row) if row["grad_reduce"] == "mean" else 1.0
-    factor = 1 / DIVISOR if row["setting"] == "divide factor" else mean
-    return 2 * factor if row["setting"] == "reduce hook" else factor
+    factor = 1 / DIVISOR if row["reduction"] == "divide factor" else mean
+    return 2 * factor if row["reduction"] == "reduce hook" else factor
 
 
 def own_grads(net: nn.Module, row: Mapping[str, str], *at: int) -> tuple[float, dict[str, Tensor]]:
@@ -154,7 +154,7 @@ def train(row: Mapping[str, str]) -> Result:
 def scale_of_param(row: Mapping[str, str], name: str) -> float:
     """The same for one parameter: the program itself reduces what `fully_shard` ignores."""
     is_plain = row["ignored"] == "gain" and name == "gain"
-    return scale_of(dict(row) | {"setting": "none"}) if is_plain else scale_of(row)
+    return scale_of(dict(row) | {"reduction": "none"}) if is_plain else scale_of(row)
 
 
 def penalty_grad(row: Mapping[str, str], name: str, param: Tensor) -> Tensor:

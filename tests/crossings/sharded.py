@@ -183,8 +183,7 @@ def double(grads: Tensor) -> None:
 
 
 def set_up(row: Mapping[str, str], model: Any) -> None:
-    """Call the setter of the row on each sharded module, and say of the tower that some ranks run it."""
-    kind = row["setting"]
+    """Call the setters of the row on each sharded module, and say of the tower that some ranks run it."""
     inner(model).beside_tower = dshard.run_by_some
     calls: dict[str, Any] = {
         "prefetch 0": lambda m: m.set_prefetch(0),
@@ -197,8 +196,9 @@ def set_up(row: Mapping[str, str], model: Any) -> None:
         "set reshard": lambda m: m.set_reshard_after_forward(False),
     }
     for module in model.modules():
-        if isinstance(module, dshard.FSDPModule) and kind in calls:
-            calls[kind](module)
+        for kind in (row["setting"], row["reduction"]):
+            if isinstance(module, dshard.FSDPModule) and kind in calls:
+                calls[kind](module)
 
 
 @contextmanager

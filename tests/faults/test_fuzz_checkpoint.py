@@ -359,7 +359,7 @@ def test_a_damaged_checkpoint_is_told_or_loads_what_was_saved(worlds: WorldPool,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("num_ranks", "count"), [(1, 1500), (2, 200)])
+@pytest.mark.parametrize(("num_ranks", "count"), [(1, 500), (2, 80)])
 def test_a_damaged_checkpoint_is_told_or_loads_what_was_saved_very_many_times(
     worlds: WorldPool, tmp_path, num_ranks, count
 ):

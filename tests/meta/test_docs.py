@@ -48,6 +48,9 @@ RUN_AS = {
     "make check": "make --dry-run check",  # .ci/run runs it in full
     "make bench": "make --dry-run bench && python -m benchmarks --help",
     "python -m benchmarks collectives": "python -m benchmarks collectives --width 16 --rounds 2",
+    "time dshard plan llama3-405b --world 512 --device h100-80g --batch 1 --checkpoint": (
+        "dshard plan llama3-8b --world 512 --device h100-80g --batch 1 --checkpoint"
+    ),
     "make venv": "make venv",
     "make docs": "make --dry-run docs",  # tests/meta/test_api_docs.py builds them
     "make clean": "make --dry-run clean",
