@@ -2,10 +2,11 @@
 
 The thread that gloo keeps for each group tries to lock a connection that has something to read, and as long as the rank
 itself holds that lock, because it is sending, tries again at once. Where there are more threads than cores it is the
-rank that is not running meanwhile, and the processor's time goes into these attempts. As a thread of the class
-"idle" gloo's never keeps a rank from running, and so finds the lock free. What ranks send and get stays the same.
+rank that is not running meanwhile, and the processor's time goes into these attempts. As a thread of
+low priority gloo's seldom keeps a rank from running, and so finds the lock free; one of the class "idle" would hardly
+run beside programs that never rest, as tests side by side are. What ranks send and get stays the same.
 
-For tests alone: beside programs that never rest such a thread might hardly run, and benchmarks measure gloo as it is.
+For tests alone: benchmarks measure gloo as it is.
 Imports nothing of dshard: tests/warm.py reads this file by its path.
 """
 
@@ -16,15 +17,16 @@ from pathlib import Path
 from typing import Any
 
 THREADS = Path("/proc/self/task")
+NICE = 10
 
 
 def have_gloo_stand_back() -> None:
-    """For the groups of this process, and those that it makes; does nothing where threads have no such class."""
+    """For the groups of this process, and those that it makes; does nothing where threads have no priorities."""
     import torch.distributed as dist
 
     c10d: Any = getattr(dist, "distributed_c10d", None)
     make = getattr(c10d, "_new_process_group_helper", None)
-    if make is None or not hasattr(os, "SCHED_IDLE") or not THREADS.is_dir():
+    if make is None or not THREADS.is_dir():
         return
     _stand_back()
 
@@ -41,4 +43,4 @@ def _stand_back() -> None:
     for task in THREADS.iterdir():
         with suppress(OSError):  # the thread has ended, or the system refuses
             if (task / "comm").read_text() == "gloo_tcp_loop\n":
-                os.sched_setscheduler(int(task.name), os.SCHED_IDLE, os.sched_param(0))
+                os.setpriority(os.PRIO_PROCESS, int(task.name), NICE)
