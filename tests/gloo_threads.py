@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 THREADS = Path("/proc/self/task")
-NICE = 10
+NICE = 10  # more than other threads
 
 
 def have_gloo_stand_back() -> None:
@@ -40,7 +40,8 @@ def have_gloo_stand_back() -> None:
 
 
 def _stand_back() -> None:
+    nice = min(os.getpriority(os.PRIO_PROCESS, 0) + NICE, 19)
     for task in THREADS.iterdir():
         with suppress(OSError):  # the thread has ended, or the system refuses
             if (task / "comm").read_text() == "gloo_tcp_loop\n":
-                os.setpriority(os.PRIO_PROCESS, int(task.name), NICE)
+                os.setpriority(os.PRIO_PROCESS, int(task.name), nice)

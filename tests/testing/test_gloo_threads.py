@@ -25,5 +25,5 @@ def priorities_of_threads() -> dict[str, set[int]]:
 @pytest.mark.skipif(not THREADS.is_dir(), reason="threads have no priorities")
 def test_the_threads_that_read_for_gloo_stand_back_and_no_other_thread_does(worlds: WorldPool):
     for found in worlds.run(2, priorities_of_threads):
-        assert found.pop("gloo_tcp_loop") == {NICE}
-        assert NICE not in set().union(*found.values())
+        (of_gloo,) = found.pop("gloo_tcp_loop")
+        assert {of_gloo} == {min(each + NICE, 19) for each in set().union(*found.values())}
