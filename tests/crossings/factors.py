@@ -7,7 +7,7 @@ from functools import cache
 from tests.crossings.covering import Constraint, Row, covering_array
 
 # The first level of each is what a program gets that asks for nothing. All pairs are covered; of the first six, which
-# are the main ones, the variable CROSSINGS=triples adds all triples: 419 rows in the place of 91.
+# are the main ones, the variable CROSSINGS=triples adds all triples: 426 rows in the place of 98.
 NUM_MAIN = 6
 NUM_IN_TRIPLES = NUM_MAIN if os.environ.get("CROSSINGS") == "triples" else 0
 FACTORS: dict[str, tuple[str, ...]] = {
@@ -68,12 +68,24 @@ IMPOSSIBLE: dict[str, Constraint] = {
     "saved hooks": _cannot("pickle local object", mesh="TP", copy="torch.save"),
 }
 CONSTRAINTS = {**REFUSED, **IMPOSSIBLE}
+NEEDS_FOUR_RANKS = {
+    "strategy": ("hybrid(2)", "reshard=2"),
+    "switch": ("to hybrid(2)",),
+    "mesh": ("HSDP", "TP", "named dims"),
+}
+# Four ranks that share a few cores trace a step for a minute: these pairs have one row each, and are in no other.
+APART = [
+    _cannot("rows take too long", compile="step", **{factor: level})
+    for factor, levels in NEEDS_FOUR_RANKS.items()
+    for level in levels
+]
 
 
 @cache
 def rows() -> list[Row]:
-    """The covering array."""
-    return covering_array(FACTORS, NUM_IN_TRIPLES, list(CONSTRAINTS.values()))
+    """The covering array, and what is apart from it."""
+    crossed = covering_array(FACTORS, NUM_IN_TRIPLES, [*CONSTRAINTS.values(), *APART])
+    return crossed + [default_row() | dict(each.levels) for each in APART]
 
 
 def default_row() -> Row:
@@ -88,5 +100,4 @@ def name_of(row: Mapping[str, str]) -> str:
 
 def num_ranks_of(row: Mapping[str, str]) -> int:
     """Two, or four where it takes a mesh of two dims, or neighbours and replicas."""
-    needs_four = row["strategy"] in ("hybrid(2)", "reshard=2") or row["switch"] == "to hybrid(2)"
-    return 4 if needs_four or row["mesh"] != "1-D" else 2
+    return 4 if any(row[factor] in levels for factor, levels in NEEDS_FOUR_RANKS.items()) else 2
