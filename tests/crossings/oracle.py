@@ -100,7 +100,6 @@ def compiled(row: Mapping[str, str], function: Any) -> Any:
     """A step as the row's program calls it; compiled, Adam's bias corrections are in fp32."""
     if row["compile"] != "step":
         return function
-    torch._dynamo.reset()  # else rows before this one decide what is compiled again, and when that is given up
     compiled = torch.compile(function, backend="aot_eager")
 
     def run(*args: Any) -> Any:
@@ -121,6 +120,7 @@ def clip(row: Mapping[str, str], params: list[nn.Parameter]) -> float:
 
 def train(row: Mapping[str, str]) -> Result:
     """The training of a row, in one process."""
+    torch._dynamo.reset()  # else rows before this one decide what is compiled again, and when that is given up
     net = build(row)
     if row["use"] == "gathered":
         with torch.no_grad():
