@@ -81,7 +81,7 @@ BLOCKS = {"units": "blocks", "reshard": None, "dim": 1, "optimizer": "fused", "d
 @example(2, BLOCKS, [("hook", 2), ("micro_step", 0), ("clip", False, 2.0)])  # found: strides that a fused step ignores
 # found: a state that is cast as it is loaded, and then written by a fused step
 @example(1, BLOCKS | {"dim": 0}, [("micro_step", 0), ("step",), ("cast", torch.float32)])
-@settings(max_examples=150)
+@settings(max_examples=75)
 @given(num_ranks=world_sizes(max_size=3), options=SETTINGS, actions=st.lists(ACTIONS, min_size=2, max_size=14))
 def test_any_program_does_to_a_sharded_model_what_it_does_to_a_plain_twin(
     worlds: WorldPool, num_ranks, options, actions
@@ -116,7 +116,7 @@ CYCLE = st.one_of(*FORWARDS, *FORWARDS, *BACKWARDS, *UPDATES, pick(*MOVES), SCOP
 CYCLES = {"units": "blocks", "reshard": None, "dim": 0, "optimizer": "sgd", "depth": 1, "budget": None}
 
 
-@settings(max_examples=50)
+@settings(max_examples=25)
 @given(
     num_ranks=world_sizes(),
     options=st.fixed_dictionaries({"units": pick("blocks", "root", "list"), "reshard": pick(None, True, False)}),
