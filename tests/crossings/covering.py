@@ -88,10 +88,8 @@ def covering_array(factors: Factors, triples_among: int, constraints: Sequence[C
     """
     names = list(factors)
     rest = sorted(names[triples_among:], key=lambda name: -len(factors[name]))  # those with few levels fit in anywhere
-    greedy, rows = (
-        _Greedy({name: factors[name] for name in names[:triples_among] + rest}, triples_among, constraints),
-        [],
-    )
+    ordered = {name: factors[name] for name in names[:triples_among] + rest}
+    greedy, rows = _Greedy(ordered, triples_among, constraints), []
     greedy.left = dict(sorted(greedy.left.items(), key=lambda item: -len(item[0])))  # triples first
     while greedy.left:
         row = greedy.row()
