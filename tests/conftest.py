@@ -1,6 +1,5 @@
 """Fixtures and settings for every test."""
 
-import gc
 import os
 from collections.abc import Callable, Iterator
 
@@ -86,12 +85,6 @@ def simulators(accelerator: None) -> Iterator[WorldPool]:
     """Worlds for that device, for a process that knows it is no longer as others are."""
     with RestedPool() as pool:
         yield pool
-
-
-def pytest_collection_finish() -> None:
-    """Have no later collection of garbage look through what was imported."""
-    gc.collect()
-    gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
