@@ -3,7 +3,7 @@
 The thread that gloo keeps for each group tries to lock a connection that has something to read, and as long as the rank
 itself holds that lock, because it is sending, tries again at once. Where there are more threads than cores it is the
 rank that is not running meanwhile, and the processor's time goes into these attempts. As a thread of low priority
-gloo's seldom keeps a rank from running, and so finds the lock free; one of the class "idle" would hardly run beside
+gloo's seldom keeps a rank from running, and so finds the lock free; one of the class "idle" hardly runs beside
 programs that never rest, as tests side by side are. What ranks send and get stays the same.
 
 For tests alone: benchmarks measure gloo as it is.

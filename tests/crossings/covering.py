@@ -15,7 +15,7 @@ class Constraint:
 
     Args:
         levels: One for each of some factors.
-        why: Words of the error.
+        why: Words of the error; or, where there is none, why rows do without.
     """
 
     levels: Mapping[str, str]

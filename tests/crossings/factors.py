@@ -71,11 +71,11 @@ CONSTRAINTS = {**REFUSED, **IMPOSSIBLE}
 NEEDS_FOUR_RANKS = {
     "strategy": ("hybrid(2)", "reshard=2"),
     "switch": ("to hybrid(2)",),
-    "mesh": ("HSDP", "TP", "named dims"),
+    "mesh": ("HSDP", "TP", "named dims"),  # of two dims
 }
-# Four ranks that share a few cores trace a step for a minute: these pairs have one row each, and are in no other.
+# Four ranks that share a few cores compile a step for a minute: these pairs have one row each, and are in no other.
 APART = [
-    _cannot("rows take too long", compile="step", **{factor: level})
+    _cannot("four ranks compile a step for a minute", compile="step", **{factor: level})
     for factor, levels in NEEDS_FOUR_RANKS.items()
     for level in levels
 ]
@@ -83,7 +83,7 @@ APART = [
 
 @cache
 def rows() -> list[Row]:
-    """The covering array, and what is apart from it."""
+    """The covering array, and a row for each pair that is apart from it."""
     crossed = covering_array(FACTORS, NUM_IN_TRIPLES, [*CONSTRAINTS.values(), *APART])
     return crossed + [default_row() | dict(each.levels) for each in APART]
 
@@ -99,5 +99,5 @@ def name_of(row: Mapping[str, str]) -> str:
 
 
 def num_ranks_of(row: Mapping[str, str]) -> int:
-    """Two, or four where it takes a mesh of two dims, or neighbours and replicas."""
+    """Two, or four where some ranks hold a shard together and others replicate it, or the mesh has two dims."""
     return 4 if any(row[factor] in levels for factor, levels in NEEDS_FOUR_RANKS.items()) else 2

@@ -120,7 +120,8 @@ def clip(row: Mapping[str, str], params: list[nn.Parameter]) -> float:
 
 def train(row: Mapping[str, str]) -> Result:
     """The training of a row, in one process."""
-    torch._dynamo.reset()  # else rows before this one decide what is compiled again, and when that is given up
+    if row["compile"] == "step":
+        torch._dynamo.reset()  # else rows before this one decide what is compiled again, and when that is given up
     net = build(row)
     if row["use"] == "gathered":
         with torch.no_grad():

@@ -65,7 +65,7 @@ CASES = {
         lambda: linears((32, 65536) * 5 + (32,)),
         lambda: torch.ones(2, 32),
     ),
-    "shorter": Case(
+    "shorter": Case(  # whose states of 8 bits a CPU steps in a moment
         lambda: linears((16, 65536) * 2 + (16,)),
         lambda: torch.ones(2, 16),
     ),
@@ -139,7 +139,7 @@ def costs(name: str, foreach: bool, reduce_dtype: torch.dtype | None) -> ModelCo
 
 
 def plans(name: str, num_ranks: int, foreach: bool, reduce_dtype: torch.dtype | None, links: Links) -> dict[str, Plan]:
-    """Two mixes of all strategies; and each of them for all units, where units differ most, elsewhere two of them."""
+    """Two mixes of all strategies, and some for all units: each of them where units differ most, elsewhere two."""
     model = costs(name, foreach, reduce_dtype)
     cluster = Cluster(num_ranks, num_ranks, links)
     names = [*SINGLE, *(WITHIN if num_ranks > 2 else ())]
