@@ -211,11 +211,12 @@ def test_steps_of_owners_count_with_what_they_keep_and_exchange(
         counted = max(pool.run(num_ranks, trained_peak, *arguments, timeout_s=300))  # bf16 takes old CPUs long
         found[names] = plan.peak_bytes / counted
     mixed, by_messages = found.pop(MIX), links is MESSAGES
-    # Peers may have read what is put out sooner than they must; of a mix they may read the last row of one cut later.
-    assert all(1 <= ratio <= (1.05 if by_messages else 1.2) for ratio in found.values()), str(found)
+    # Through memory peers may have read what is put out sooner than they must; on a busy machine, or of a mix, later.
+    least, most = (1, 1.05) if by_messages else (0.93, 1.2)
+    assert all(least <= ratio <= most for ratio in found.values()), str(found)
     # A mix takes as much as if each of its cuts were the whole model's: too much where that is one round.
     has_several_rounds = name == "long"
-    assert (1 if by_messages else 0.93) <= mixed <= (1.05 if has_several_rounds else 1.35), mixed
+    assert least <= mixed <= (most if has_several_rounds else 1.35), mixed
 
 
 @pytest.mark.parametrize("links", [MESSAGES, MEMORY], ids=["messages", "memory"])
