@@ -7,6 +7,7 @@ states await that as gradients await their reduction. Whoever uses one, by a gat
 the step of its unit.
 """
 
+import logging
 import os
 import threading
 from collections import defaultdict
@@ -38,6 +39,8 @@ from dshard.tensor.storage import DeferredStep, HomeRow, Scaling, ShardStorage
 from dshard.units.context import Phase
 from dshard.units.unit import Unit
 
+_LOG = logging.getLogger("dshard")
+
 
 class Deferral:
     """What the step of an optimizer, which is about to begin, leaves to a later time.
@@ -50,7 +53,7 @@ class Deferral:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
-        self.is_told = False  # what one of its steps raised
+        self.is_told = self.is_logged = False  # what one of its steps raised
         self._steps: dict[Unit, _UnitStep] = {}
         self._pinned: list[dict[str, Any]] = []  # groups of which one setting is set until the step has ended
         self.settings: list[dict[str, Any]] = []  # of the groups, as they are now
@@ -265,6 +268,9 @@ class _UnitStep(DeferredStep):
             self._cast()
         except Exception as error:
             self._error = error
+            if not self._deferral.is_logged:  # the program may end without a use that would raise it
+                self._deferral.is_logged = True
+                _LOG.error("%s", self._told(error))
         finally:
             forget_gradients(self._params)
             for row in self._home_rows:
@@ -298,12 +304,15 @@ class _UnitStep(DeferredStep):
         if error is None or deferral.is_told:
             return
         deferral.is_told = True
-        who = type(deferral.optimizer).__name__
-        raise StateError(
+        raise StateError(self._told(error)) from error
+
+    def _told(self, error: Exception) -> str:
+        who = type(self._deferral.optimizer).__name__
+        return (
             f"{self._label}: the step of its optimizer ({who}), which was deferred, raised "
             f"{type(error).__name__}: {error}. Some parameters have moved, others have not. Load a checkpoint; "
             "CPUOffloadPolicy(defer_step=False) has it raise in step()."
-        ) from error
+        )
 
 
 def _num_threads() -> int:
