@@ -1,9 +1,10 @@
 """Worlds of ranks that tests share, and what keeps them from slowing one another down."""
 
 import os
+from collections.abc import Callable
 from contextlib import suppress
 from functools import wraps
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -12,11 +13,18 @@ from torch.distributed import device_mesh
 from dshard.testing import RemoteRankError, World, WorldPool
 from tests.gloo_threads import have_gloo_stand_back
 
+T = TypeVar("T")
+
 _MAX_GROUPS = 12  # of a rank that goes on with the next file
+# Three times as long as programs of users: machines that others use, too, were seen to be five times as slow.
+_GROUP_TIMEOUT_S, _TIMEOUT_S = 60.0, 180.0
 
 
 class RestedWorld(World):
-    """A world whose ranks are not kept from running by gloo's threads."""
+    """A world whose ranks are not kept from running by gloo's threads, and wait long for one another."""
+
+    def __init__(self, num_ranks: int) -> None:
+        super().__init__(num_ranks, group_timeout_s=_GROUP_TIMEOUT_S)
 
     def start(self) -> None:
         if not self.is_running:
@@ -83,13 +91,18 @@ class RestedPool(WorldPool):
 
     open: ClassVar[list["RestedPool"]] = []
 
-    def __init__(self, kind: type[World] = RestedWorld) -> None:
+    def __init__(self, kind: type[RestedWorld] = RestedWorld) -> None:
         super().__init__()
         self._kind = kind
         self.open.append(self)
 
     def get_world(self, num_ranks: int) -> World:
         return self._worlds.setdefault(num_ranks, self._kind(num_ranks))
+
+    def run(
+        self, num_ranks: int, fn: Callable[..., T], *args: object, timeout_s: float = _TIMEOUT_S, **kwargs: object
+    ) -> list[T]:
+        return super().run(num_ranks, fn, *args, timeout_s=timeout_s, **kwargs)
 
     def rest(self) -> None:
         """End the ranks that have many groups; the next call starts others."""

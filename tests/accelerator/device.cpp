@@ -21,11 +21,12 @@
 #include <torch/library.h>
 
 #include <cstring>
+#include <unordered_map>
 
 namespace sim {
 namespace {
 
-constexpr size_t kMaxRuns = 4096;
+constexpr size_t kMaxRuns = 4096, kMaxKnown = 4096;
 constexpr int64_t kMaxDryBytes = 1 << 20;  // of what the host computes though nothing is to be
 const c10::Device kDevice{kSim, 0};
 
@@ -279,6 +280,81 @@ bool is_read_only_view(const c10::FunctionSchema& schema) {
   return is_view;
 }
 
+void add_bytes(std::string& key, const void* from, size_t num_bytes) { key.append(static_cast<const char*>(from), num_bytes); }
+
+template <class T>
+void add_values(std::string& key, c10::ArrayRef<T> values) {
+  const size_t num = values.size();
+  add_bytes(key, &num, sizeof(num));
+  add_bytes(key, values.data(), num * sizeof(T));
+}
+
+// Appends what of an argument the shapes of results depend on; false where its values may be among that.
+bool describe(const c10::IValue& value, std::string& key) {
+  key += value.tagKind();
+  key += ';';
+  if (value.isTensor()) {
+    const auto& t = value.toTensor();
+    key += t.defined() ? '1' : '0';
+    if (!t.defined()) return true;
+    const bool is_number = t.unsafeGetTensorImpl()->is_wrapped_number();
+    if (!is_sim(t) && !is_number) return false;
+    key += is_number ? 'n' : 't';
+    key += char(t.scalar_type());
+    add_values<int64_t>(key, t.sizes());
+    add_values<int64_t>(key, t.strides());
+    return true;
+  }
+  if (value.isTensorList()) {
+    const auto tensors = value.toTensorVector();
+    key += std::to_string(tensors.size()) + ";";
+    for (const auto& t : tensors) if (!describe(t, key)) return false;
+    return true;
+  }
+  if (value.isInt() || value.isDouble() || value.isBool()) {
+    const double number = value.isDouble() ? value.toDouble() : 0;
+    const int64_t whole = value.isInt() ? value.toInt() : value.isBool() ? int64_t(value.toBool()) : 0;
+    add_bytes(key, &number, sizeof(number));
+    add_bytes(key, &whole, sizeof(whole));
+    return true;
+  }
+  if (value.isIntList()) return add_values<int64_t>(key, value.toIntVector()), true;
+  if (value.isDoubleList()) return add_values<double>(key, value.toDoubleVector()), true;
+  if (value.isBoolList()) {
+    const auto flags = value.toBoolList();
+    key += std::to_string(flags.size()) + ";";
+    for (const bool flag : flags) key += flag ? '1' : '0';
+    return true;
+  }
+  return value.isNone() || value.isDevice();
+}
+
+// Calls an operation on tensors without memory, or gives the results of such a call that was there before: many of
+// torch's rules for these are in Python, and a program calls the same operation with the same shapes again and again.
+void call_on_metas(const c10::OperatorHandle& op, const Stack& args, Stack* metas) {
+  static thread_local auto& known = *new std::unordered_map<std::string, Stack>();  // outlives the interpreter
+  const auto& name = op.operator_name();
+  std::string key = name.name + "." + name.overload_name + ";" + std::to_string(int(at::get_default_dtype_as_scalartype())) + ";";
+  bool is_described = op.schema().name().rfind("aten::", 0) == 0;
+  for (size_t i = 0; is_described && i < args.size(); i++) {
+    is_described = describe(args[i], key) && !(op.schema().arguments()[i].kwarg_only() && op.schema().arguments()[i].alias_info());
+  }
+  const auto found = is_described ? known.find(key) : known.end();
+  if (found != known.end()) {
+    *metas = found->second;
+    return;
+  }
+  op.callBoxed(metas);
+  if (!is_described) return;
+  if (known.size() == kMaxKnown) known.clear();
+  Stack& kept = known[key];
+  for (const auto& result : *metas) {  // copies, which Python has not seen
+    kept.push_back(map_tensors(result, [](const at::Tensor& t) {
+      return t.defined() ? at::empty_strided(t.sizes(), t.strides(), t.options().device(c10::kMeta)) : t;
+    }));
+  }
+}
+
 // The argument that a result is.
 c10::IValue argument_of(const c10::FunctionSchema& schema, const Stack& args, const c10::AliasInfo& alias) {
   for (size_t i = 0; i < args.size(); i++) {
@@ -359,7 +435,7 @@ void boxed(const c10::OperatorHandle& asked, Stack* stack) {
         each_tensor(metas[i], [&](const at::Tensor& t) { meta_outs.push_back(t); });
     try {
       for (const auto& ret : schema.returns()) is_known = is_known && (ret.type()->isSubtypeOf(*c10::TensorType::get()) || ret.type()->kind() == c10::TypeKind::ListType);
-      if (is_known) op.callBoxed(&metas);
+      if (is_known) call_on_metas(op, args, &metas);
       for (size_t i = 0; is_known && i < outs.size(); i++) {
         if (outs[i].sizes() != meta_outs[i].sizes()) outs[i].resize_(meta_outs[i].sizes());
       }
