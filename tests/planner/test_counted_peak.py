@@ -194,8 +194,13 @@ def test_states_of_8_bits_count_as_such(messaging: WorldPool):
 MIX = ("full", "ddp", "keep")
 
 
-@pytest.mark.parametrize("links", [MESSAGES, MEMORY], ids=["messages", "memory"])
-@pytest.mark.parametrize(("name", "num_ranks"), [("widths", 2), ("gpt", 2), ("gpt", 4), ("long", 2)])
+@pytest.mark.parametrize(
+    ("name", "num_ranks", "links"),
+    [
+        *((*case, links) for case in (("widths", 2), ("gpt", 2), ("gpt", 4)) for links in (MESSAGES, MEMORY)),
+        ("long", 2, MESSAGES),
+    ],
+)
 def test_steps_of_owners_count_with_what_they_keep_and_exchange(
     messaging: WorldPool, worlds: WorldPool, name, num_ranks, links
 ):
