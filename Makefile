@@ -1,7 +1,7 @@
 # Every target makes its own environment first: `make train` works in a fresh clone. Pass options on in ARGS:
 #   make train ARGS="--compare"        make test ARGS=tests/unit        make bench ARGS="step"
 # `make test` runs what a newcomer should see pass; `make test-all` runs the rest: tests marked `slow`, and those that
-# tests/slow.py lists.
+# tests/slow.py lists; `make test-deep` runs more cases of the same, for whoever has changed what they are about.
 VENV ?= .venv
 PYTHON ?= $(firstword $(foreach name,python3.11 python3.12 python3.13 python3,$(if $(shell command -v $(name)),$(name))))
 TORCH ?= torch==2.13.0
@@ -18,10 +18,10 @@ STAMP := $(VENV)/.stamp
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq
 
 .DEFAULT_GOAL := help
-.PHONY: help venv train test test-all check bench gpu docs clean
+.PHONY: help venv train test test-all test-deep check bench gpu docs clean
 
 help:
-	@echo "make train | test | test-all | check | bench | gpu | docs | venv | clean    (options: make train ARGS=\"...\")"
+	@echo "make train | test | test-all | test-deep | check | bench | gpu | docs | venv | clean    (options: make train ARGS=\"...\")"
 
 $(STAMP): pyproject.toml
 	@$(BIN)/python -c "import pip" 2>/dev/null || { echo "make: creating $(VENV) with $(PYTHON)"; $(PYTHON) -m venv $(VENV); }
@@ -40,7 +40,10 @@ test: $(STAMP)
 	$(BIN)/python -m pytest $(or $(strip $(ARGS)),-m "not slow" $(SIDE_BY_SIDE))
 
 test-all: $(STAMP)
-	$(BIN)/python -m pytest $(or $(strip $(ARGS)),-m slow $(SIDE_BY_SIDE))
+	$(BIN)/python -m pytest $(or $(strip $(ARGS)),-m "slow and not deep" $(SIDE_BY_SIDE))
+
+test-deep: $(STAMP)
+	$(BIN)/python -m pytest $(or $(strip $(ARGS)),-m deep $(SIDE_BY_SIDE))
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, settings
 
 from dshard.testing import WorldPool
 from tests.pools import MessagingWorld, RestedPool
-from tests.slow import SLOW
+from tests.slow import marks
 
 pytest_plugins = ["dshard.testing.fixtures"]
 
@@ -93,10 +93,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: order.get(item.nodeid.partition("::")[0], len(order)))
     if unlike := [item.nodeid for item in items if " at 0x" in item.nodeid]:
         raise pytest.UsageError(f"side by side with others, a test needs an id without an address in it: {unlike}")
-    slow = tuple(f"tests/{start}" for start in SLOW)
-    for item in items:
-        if item.nodeid.startswith(slow):
-            item.add_marker(pytest.mark.slow)
+    for item, marked in zip(items, marks([item.nodeid for item in items]), strict=True):
+        for mark in marked:
+            item.add_marker(mark)
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="no CUDA device")

@@ -1,7 +1,10 @@
-"""What `make test-all` runs and `make test` leaves out, besides tests that are marked `slow` in their files.
+"""What `make test` leaves to `make test-all`, besides tests that are marked `slow` in their files, and both to others.
 
 Each entry is the start of a test's id below tests/: a folder (`crossings/`), a file, or `cli/test_plan.py::test_name`.
+`make test-deep` runs what is in `DEEP`, and of the tests in `ONE_IN` the cases that `make test-all` leaves out.
 """
+
+from collections import Counter
 
 SLOW: tuple[str, ...] = (
     # Rooms whose tests start programs, plan, or cross everything with everything.
@@ -37,3 +40,56 @@ SLOW: tuple[str, ...] = (
         "setup/test_strategies.py::test_a_compiled_model_follows",
     ),
 )
+
+# What draws the same again, only more of it.
+DEEP: tuple[str, ...] = (
+    "faults/test_faults.py::test_of_many_faults_at_random_places",
+    "faults/test_fuzz_checkpoint.py::test_a_damaged_checkpoint_is_told_or_loads_what_was_saved_very_many_times",
+    "faults/test_fuzz_safetensors.py::test_many_corrupted_models",
+)
+
+# Of tests with very many cases, each a training or a program, `make test-all` runs one in so many. Where two lists are
+# crossed, the number has no divisor in common with the length of the one that is run through first.
+ONE_IN: dict[str, int] = {
+    "accelerator/test_bits.py::test_losses": 3,
+    "accelerator/test_crossings.py::test_a_crossing": 5,
+    "accelerator/test_forecast.py::test_forecast": 4,
+    "accelerator/test_forecast.py::test_of_units_some_of_which": 3,
+    "accelerator/test_forecast.py::test_of_what_is_kept": 5,
+    "accelerator/test_forecast.py::test_where_owners": 4,
+    "accelerator/test_mutants.py::test_what_is_taken_out": 4,
+    "accelerator/test_streams.py::test_models_of_several_streams": 5,
+    "accelerator/test_writes.py::test_a_write": 3,
+    "crossings/test_crossings.py::test_a_crossing": 3,
+    "faults/test_faults.py::test_torchrun_restarts": 3,
+    "interop/test_plans.py::test_a_trace": 3,
+    "interop/test_plans.py::test_models_train": 5,
+    "interop/test_torchao.py::test_the_bits": 2,
+    "interop/test_trainer.py::test_a_trainer_compiles": 2,
+    "interop/test_verify.py::test_a_model_that_trains_the_same": 4,
+    "interop/test_verify.py::test_a_step_in_micro_batches": 4,
+    "mutants/test_mutants.py::test_a_mutant_is_killed": 16,
+    "mutants/test_mutants.py::test_what_becomes_of_a_mutant": 2,
+    "offload/test_deferred.py::test_every_elementwise_optimizer": 3,
+    "offload/test_deferred.py::test_what_looks_or_writes": 4,
+    "planner/test_counted_peak.py::test_on_a_mesh_of_two_dims": 5,
+    "planner/test_counted_peak.py::test_steps_of_owners": 3,
+    "planner/test_counted_peak.py::test_the_predicted_peak": 3,
+    "planner/test_counted_peak.py::test_through_memory": 4,
+    "runtime/test_compile.py::test_every_kind_of_model": 3,
+    "runtime/test_compile.py::test_training_is_that_of_eager": 4,
+}
+
+
+def marks(ids: list[str]) -> list[tuple[str, ...]]:
+    """Which of "slow" and "deep" tests are, by their ids in the order in which they are collected."""
+    slow, deep = (tuple(f"tests/{start}" for start in starts) for starts in (SLOW, DEEP))
+    seen, found = Counter[str](), list[tuple[str, ...]]()
+    for each in ids:
+        start = next((start for start in ONE_IN if each.startswith(f"tests/{start}")), "")
+        if each.startswith(deep) or (start and seen[start] % ONE_IN[start]):
+            found.append(("slow", "deep"))
+        else:
+            found.append(("slow",) if each.startswith(slow) else ())
+        seen[start] += 1
+    return found

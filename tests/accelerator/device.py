@@ -6,6 +6,7 @@ Needs a C++ compiler and ninja.
 import contextlib
 import fcntl
 import hashlib
+import importlib.util
 import os
 import shutil
 import subprocess
@@ -20,7 +21,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils import cpp_extension
 
 from dshard.collectives import _c10d
 
@@ -41,9 +41,21 @@ def build() -> Any:
     with (folder / "turn").open("w") as turn:
         fcntl.flock(turn, fcntl.LOCK_EX)  # is free again when its holder is killed, unlike the lock file of `load`,
         (folder / "lock").unlink(missing_ok=True)  # for which all others would wait without end
-        return cpp_extension.load(
-            name, list(map(str, sources)), extra_cflags=["-O1", "-std=c++20"], build_directory=str(folder)
-        )
+        if not (is_built := folder / "built").exists():
+            from torch.utils import cpp_extension  # brings setuptools, which most processes can do without
+
+            flags = ["-O1", "-std=c++20"]
+            extension = cpp_extension.load(
+                name, list(map(str, sources)), extra_cflags=flags, build_directory=str(folder)
+            )
+            is_built.touch()
+            return extension
+    spec = importlib.util.spec_from_file_location(name, folder / f"{name}.so")
+    assert spec is not None
+    assert spec.loader is not None
+    extension = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(extension)
+    return extension
 
 
 def build_apart() -> None:

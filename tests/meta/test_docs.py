@@ -44,6 +44,7 @@ RUN_AS = {
     ),
     "make test": 'make test ARGS="-q tests/unit/test_oracle.py"',
     "make test-all": "make --dry-run test-all",
+    "make test-deep": "make --dry-run test-deep",
     "make test ARGS=tests/unit": "make --dry-run test ARGS=tests/unit && test -d tests/unit",
     "make check": "make --dry-run check",  # .ci/run runs it in full
     "make bench": "make --dry-run bench && python -m benchmarks --help",
