@@ -70,6 +70,7 @@ class UnitRow:
         is_gathered: Whether the unsharded parameters are on this rank now.
         home: Device that keeps the shards, if another one computes; else "".
         changed: Names of settings that differ from their defaults.
+        stepped_at_once: Offloaded parameters whose last step was not deferred, each with why.
     """
 
     label: str
@@ -83,6 +84,7 @@ class UnitRow:
     is_gathered: bool
     home: str
     changed: tuple[str, ...]
+    stepped_at_once: tuple[tuple[str, str], ...] = ()
 
     @property
     def cells(self) -> tuple[str, ...]:
@@ -118,9 +120,12 @@ class Explanation(ShownInNotebooks):
 
     def _notes(self) -> list[str]:
         notes = [f"{unit.label}: {', '.join(unit.changed)} set" for unit in self.units if unit.changed]
+        by_reason: dict[str, list[str]] = {}
+        for name, why in (each for unit in self.units for each in unit.stepped_at_once):
+            by_reason.setdefault(why, []).append(name)
+        notes += [f"stepped in step() itself: {_some_of(each)}: {why}" for why, each in by_reason.items()]
         if self.plain:
-            more = f" and {len(self.plain) - 3} more" if len(self.plain) > 3 else ""
-            notes.append(f"not sharded: {', '.join(self.plain[:3])}{more}")
+            notes.append(f"not sharded: {_some_of(self.plain)}")
         return [*notes, self.plan] if self.plan else notes
 
 
@@ -177,7 +182,15 @@ def _row(unit: Unit, names: dict[int, str]) -> UnitRow:
         is_gathered=unit.is_gathered,
         home=next((str(p.storage_device) for p in params if p.offload is not None), ""),
         changed=tuple(name for name in unit.settings.but_lifetime.changed if name != "num_slices"),
+        stepped_at_once=tuple(
+            (names.get(id(p), p.name), unit.stepped_at_once[p.name]) for p in params if p.name in unit.stepped_at_once
+        ),
     )
+
+
+def _some_of(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f"{', '.join(names[:3])}{more}"
 
 
 def strategy_of(unit: Unit) -> str:

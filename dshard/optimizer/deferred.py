@@ -47,12 +47,13 @@ class Deferral:
 
     Args:
         optimizer: The optimizer.
+        why_none: Why it can leave nothing; "" if it can.
     """
 
     pending: ClassVar["Deferral | None"] = None  # of the step that runs, or of one that raised
 
-    def __init__(self, optimizer: Optimizer) -> None:
-        self.optimizer = optimizer
+    def __init__(self, optimizer: Optimizer, why_none: str) -> None:
+        self.optimizer, self._why_none = optimizer, why_none
         self.is_told = self.is_logged = False  # what one of its steps raised
         self._steps: dict[Unit, _UnitStep] = {}
         self._pinned: list[dict[str, Any]] = []  # groups of which one setting is set until the step has ended
@@ -65,9 +66,8 @@ class Deferral:
     def begin(cls, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Let shards stand in for parameters, as `begin_swap`, but for those that can be stepped later."""
         cls.forget()
-        is_possible = OffloadedShardedTensor.num_made > 0 and may_swap(optimizer, args, kwargs)
-        is_usual = is_possible and not is_between_graphs() and _is_torchs(optimizer)
-        deferral = cls(optimizer) if is_usual else None
+        has_offloaded = OffloadedShardedTensor.num_made > 0
+        deferral = cls(optimizer, _why_none(optimizer, args, kwargs)) if has_offloaded else None
         if deferral is None or not deferral._steps:
             begin_swap(optimizer, args, kwargs)
             return
@@ -80,16 +80,23 @@ class Deferral:
 
     def _take(self, group: int, place: int, param: Tensor) -> None:
         """Step a parameter of one of the optimizer's groups later, if it can be."""
-        if type(param) is not OffloadedShardedTensor or not _may_wait(param, self.optimizer):
+        if type(param) is not OffloadedShardedTensor or not isinstance(unit := param.gather_source, Unit):
             return
+        unit.stepped_at_once.pop(param.name, None)
         grad: Any = param.grad
+        if grad is None:
+            return
+        if why := self._why_none or _why_at_once(param, self.optimizer):
+            unit.stepped_at_once[param.name] = why
+            return
         scaling = grad.shard_storage.take_scaling()
         shard = standin_of(param)
         if scaling is not None:  # until the step has begun
             grad.shard_storage.begin_await(scaling)
-        if shard is not None:
-            unit: Any = param.gather_source
-            self._steps.setdefault(unit, _UnitStep(unit, self)).add(group, place, param, shard)
+        if shard is None:
+            unit.stepped_at_once[param.name] = "their gradients lie in another way than they do"
+            return
+        self._steps.setdefault(unit, _UnitStep(unit, self)).add(group, place, param, shard)
 
     def _pin(self, left_out: Container[int]) -> None:
         """Have parameters on a device, in groups with some at home, be stepped one by one as these are: to those bits.
@@ -137,41 +144,55 @@ def await_steps(optimizer: Optimizer) -> None:
         states.settle()
 
 
-def _is_torchs(optimizer: Optimizer) -> bool:
-    """Whether a step is torch's own, within its hooks, and nobody keeps the dict of states that is there."""
+def _why_none(optimizer: Optimizer, args: Any, kwargs: Any) -> str:
+    """Why a step leaves nothing to a later time; "" if it may.
+
+    It may where it is torch's own, within its hooks, and nobody keeps the dict of states that is there.
+    """
+    name = type(optimizer).__name__
+    if not may_swap(optimizer, args, kwargs):
+        return f"{name} is none of torch.optim that treats each element by itself, or this step has a closure"
+    if is_between_graphs():
+        return "the step is compiled"
     code = getattr(type(optimizer).step, "__code__", None)
     if code is None or code.co_filename != Optimizer.profile_hook_step.__code__.co_filename:
-        return False
+        return f"{name}.step is not torch's"
     states = optimizer.__dict__["state"]
-    return type(states) is _States or not is_kept(states, 1)
+    if type(states) is not _States and is_kept(states, 1):
+        return "the program keeps optimizer.state"
+    return ""
 
 
-def _may_wait(param: OffloadedShardedTensor, optimizer: Optimizer) -> bool:
-    """Whether nobody can look at a parameter, its gradient or its states without being noticed."""
+def _why_at_once(param: OffloadedShardedTensor, optimizer: Optimizer) -> str:
+    """Why a parameter's step cannot wait; "" if nobody can look at it, its gradient or its states unnoticed."""
     offload, grad, unit = param.offload, param.grad, param.gather_source
-    if offload is None or not offload.defers_step or offload.home.type != "cpu":
-        return False
+    if offload is None or not offload.defers_step:
+        return "CPUOffloadPolicy(defer_step=False)"
+    if offload.home.type != "cpu":
+        return f"they are kept on {offload.home}"
     if not isinstance(unit, Unit) or not isinstance(grad, OffloadedShardedTensor):
-        return False
+        return "their gradients are the program's own"
     state = optimizer.state
     if param not in state and (state or "_dshard_has_stepped" not in optimizer.__dict__):
-        return False  # the first step of a parameter makes its states, and tells of what is wrong with the optimizer
+        return "their first step makes their states"  # and tells of what is wrong with the optimizer
     named = state.get(param, {})
     if is_kept(named, 1):
-        return False
+        return "the program keeps their states, as optimizer.state[param] or state_dict() gives them"
     sharded: list[ShardStorage] = []
     for value in named.values():
         if type(value) in SHARDED:
             sharded.append(value.shard_storage)
         elif isinstance(value, Tensor) and is_referred_to(value, 1):
-            return False  # somebody would see the step count of a step that has not been taken
+            return "the program keeps their step counts"  # and would see that of a step that has not been taken
     own = param.shard_storage
     if own.is_exposed and not unit.copies.is_held(own):
         own.is_exposed = False
     for each in sharded:
         if each.is_exposed and not each.is_held(own_refs=0, storage_refs=1):
             each.is_exposed = False
-    return not any(each.is_exposed or each.home is not None for each in (own, grad.shard_storage, *sharded))
+    if any(each.is_exposed or each.home is not None for each in (own, grad.shard_storage, *sharded)):
+        return "the program has their shards, or their gradients' or states', from to_local()"
+    return ""
 
 
 def _in_order(units: Sequence[Unit]) -> list[Unit]:

@@ -67,6 +67,7 @@ class Unit:
         """Nothing is gathered, and no module runs."""
         Unit.alive.add(self)
         self.num_active = 0  # forwards of its modules that are running
+        self.stepped_at_once: dict[str, str] = {}  # offloaded parameters, by name: why their last step was not deferred
         self.num_pins = 0  # open `gathered` scopes
         self.is_requested = False  # by `unshard`, to stay until it was used
         self.unshardings: dict[nn.Module, Any] = {}  # the forwards of its modules, as the runtime knows them

@@ -4,6 +4,7 @@ The thread that steps is made late on purpose: who does not wait for it reads va
 """
 
 import copy
+import functools
 import os
 import random
 import threading
@@ -596,3 +597,46 @@ def test_what_a_step_raises_is_told_once_with_the_unit_and_the_way_out(run: Run,
         assert logged == raised
         assert raised.startswith("the step of its optimizer (AdamW), which was deferred, raised TypeError: ")
         assert "Load a checkpoint; CPUOffloadPolicy(defer_step=False)" in raised
+
+
+def explained(kind: str) -> list[dict[str, str]]:
+    """What `explain` says after each of some steps: which parameters were stepped at once, and why."""
+    found: list[dict[str, str]] = []
+    program = Program(kind, True, "AdamW")
+
+    def step() -> None:
+        program.step(())
+        said = dshard.explain(program.model)
+        found.append({name: why for unit in said.units for name, why in unit.stepped_at_once})
+        reasons = [line.rpartition(": ")[2] for line in str(said).splitlines() if line.startswith("stepped in step()")]
+        assert set(reasons) == set(found[-1].values())
+
+    step()
+    step()
+    weight = program.model.blocks[0][1].weight
+    kept: list[Any] = [program.optim.state[weight]]
+    step()
+    kept = [kept[0]["step"]]
+    step()
+    kept = [weight.to_local()]
+    step()
+    kept.clear()
+    step()
+    program.optim.step = functools.partial(program.optim.step, lambda: None)  # type: ignore[method-assign]
+    step()
+    return found
+
+
+@pytest.mark.slow
+def test_explain_says_what_was_stepped_at_once_and_why(run: Run):
+    for first, second, with_states, with_count, with_shard, without, with_closure in run(2, explained):
+        assert len(first) > 8
+        assert set(first.values()) == {"their first step makes their states"}
+        assert second == without == {}
+        name = "blocks.0.1.weight"
+        assert [set(each) for each in (with_states, with_count, with_shard)] == [{name}] * 3
+        assert "optimizer.state[param]" in with_states[name]
+        assert with_count[name] == "the program keeps their step counts"
+        assert "from to_local()" in with_shard[name]
+        assert with_closure.keys() == first.keys()
+        assert all("a closure" in why for why in with_closure.values())
