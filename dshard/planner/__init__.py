@@ -8,7 +8,7 @@ from dshard.planner.plan import Plan
 from dshard.planner.profiles import Training, WholeSteps
 from dshard.planner.rates import Constant, Misses, Rates, cluster_of, published
 from dshard.planner.solver import BatchSolution, Certificate, Solution, solve, solve_batch
-from dshard.planner.timeline import MemoryEvent, Segment, Timeline, simulate, step_time
+from dshard.planner.timeline import MemoryEvent, Segment, Timeline, deferred_step_time, simulate, step_time
 
 __all__ = [
     "DEVICES",
@@ -41,6 +41,7 @@ __all__ = [
     "Work",
     "Workspace",
     "cluster_of",
+    "deferred_step_time",
     "device_named",
     "measure_step",
     "moments",

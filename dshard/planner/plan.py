@@ -30,7 +30,15 @@ from dshard.planner.tables import (
     unit_table,
 )
 from dshard.planner.texts import bytes_text, number_text, parse_bytes, seconds_text
-from dshard.planner.timeline import Timeline, bound_text, draw_timeline, simulate, step_time, terms_of
+from dshard.planner.timeline import (
+    Timeline,
+    bound_text,
+    deferred_step_time,
+    draw_timeline,
+    simulate,
+    step_time,
+    terms_of,
+)
 from dshard.policies import Strategy, read_per_unit
 
 SCHEMA = 9
@@ -92,6 +100,16 @@ class Plan:
     def step_s(self) -> float:
         """Predicted time of a step, in seconds."""
         return self.timeline.step_s
+
+    @cached_property
+    def deferred_step_s(self) -> float | None:
+        """Predicted time of a step of which the host's part is deferred, in seconds.
+
+        `CPUOffloadPolicy` defers what the optimizer does in the CPU's memory to the next forward, unless it is told not
+        to. A plan is chosen for `step_s`, of steps that are taken at once. None where nothing is stepped there, or by
+        the cores that compute.
+        """
+        return deferred_step_time(self.model, self.strategies, self.cluster)
 
     @property
     def step_interval_s(self) -> Interval | None:
@@ -171,6 +189,12 @@ class Plan:
         return seconds_text(self.step_s) + (f" ({interval_text(interval)})" if interval else "")
 
     @property
+    def _deferred_text(self) -> list[str]:
+        if self.deferred_step_s is None:
+            return []
+        return [f"deferred: {seconds_text(self.deferred_step_s)} where the next forward hides the optimizer on the CPU"]
+
+    @property
     def by_parameter(self) -> dict[str, Strategy]:
         """The strategy of each parameter, by its name in the model."""
         units = zip(self.model.units, self.strategies, strict=True)
@@ -207,6 +231,7 @@ class Plan:
             f"ranks: {ranks_text(cluster)}; batch: {model.batch_size} per rank",
             f"step: {self._step_text}, of which {seconds_text(self.exposed_s)} waits for communication",
             *bound_text(self.time_by_term),
+            *self._deferred_text,
             f"rate: {rates}",
             f"peak: {bytes_text(self.peak_bytes)}" + (f" of {bytes_text(limit)}" if limit else ""),
             *peak_text(self.memory_at_peak, model.units),

@@ -95,6 +95,27 @@ def step_time(model: ModelCosts, strategies: Sequence[Strategy | str], cluster: 
     return _run(model, options_of(model, strategies, cluster), overlaps=cluster.overlaps).compute_free_s
 
 
+def deferred_step_time(model: ModelCosts, strategies: Sequence[Strategy | str], cluster: Cluster) -> float | None:
+    """Time of a step, if the host steps what is kept in the CPU's memory beside the forward of the next one.
+
+    From the end of a backward on the host steps units in the order in which forward uses them, and none is gathered
+    before it was stepped: what forward is too short to hide is waited for there. Units that owners step, and those that
+    are kept on the device, are stepped at once.
+
+    Returns:
+        Seconds between the ends of two backwards; None where nothing is stepped in the CPU's memory, or where the cores
+        that would step compute, as over gloo.
+    """
+    strategies = read_step("deferred_step_time", model, strategies, cluster)
+    if not cluster.overlaps or not any(map(_can_wait, model.units)):
+        return None
+    return _run(model, options_of(model, strategies, cluster), overlaps=True, defers=True).compute_free_s
+
+
+def _can_wait(unit: UnitCosts) -> bool:
+    return unit.is_offloaded and not any(param.owner_work for param in unit.params)
+
+
 def simulate(model: ModelCosts, strategies: Sequence[Strategy | str], cluster: Cluster) -> Timeline:
     """Run a step, event by event.
 
@@ -151,27 +172,38 @@ class _Streams:
         self.compute_free_s = max(self.compute_free_s, until_s)
 
 
-def _run(model: ModelCosts, options: Sequence[Option], *, overlaps: bool) -> _Streams:
-    """A step on both streams."""
+def _run(model: ModelCosts, options: Sequence[Option], *, overlaps: bool, defers: bool = False) -> _Streams:
+    """A step on both streams; with the optimizer's last, or where some of it is deferred, that of the step before."""
     streams = _Streams([unit.name for unit in model.units], overlaps=overlaps)
+    stepped_s, is_stepped_s = 0.0, [0.0] * len(options)  # until when the host steps units, in the order of forward
+    if defers:
+        for i, (unit, option) in enumerate(zip(model.units, options, strict=True)):
+            if _can_wait(unit):
+                stepped_s += option.optimizer_s
+                is_stepped_s[i] = stepped_s
+            else:
+                streams.compute(i, "step", streams.compute_free_s, option.optimizer_s)
     for number in range(model.num_backwards):
         is_last = number == model.num_backwards - 1
-        _run_forward(streams, options, [o.gather_again_s if number else o.gather_s for o in options])
+        _run_forward(streams, options, [o.gather_again_s if number else o.gather_s for o in options], is_stepped_s)
         _run_backward(streams, options, [o.reduce_s if is_last else o.reduce_early_s for o in options])
-    for i, option in enumerate(options):
+    for i, option in enumerate(() if defers else options):
         if option.owners_bytes:
             streams.starts.append((streams.compute_free_s, "owners", i))
         streams.compute(i, "step", streams.compute_free_s, option.optimizer_s)
     return streams
 
 
-def _run_forward(streams: _Streams, options: Sequence[Option], gather_s: Sequence[float]) -> None:
-    ready_s = streams.send(0, "gather", streams.compute_free_s, gather_s[0])
+def _run_forward(
+    streams: _Streams, options: Sequence[Option], gather_s: Sequence[float], is_stepped_s: Sequence[float]
+) -> None:
+    """A forward, of which no unit is gathered before it was stepped."""
+    ready_s = streams.send(0, "gather", max(streams.compute_free_s, is_stepped_s[0]), gather_s[0])
     for i, option in enumerate(options):
         start_s = streams.compute(i, "forward", ready_s, option.forward_s)
         streams.send(i, "slices", start_s, option.forward_comm_s)
         if i + 1 < len(options):
-            ready_s = streams.send(i + 1, "gather", start_s, gather_s[i + 1])
+            ready_s = streams.send(i + 1, "gather", max(start_s, is_stepped_s[i + 1]), gather_s[i + 1])
     streams.wait(streams.comm_free_s)
 
 

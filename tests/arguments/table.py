@@ -256,6 +256,7 @@ TABLE = {  # "?": or None
     "moments": _PER_STEP,
     "peak_bytes": _PER_STEP,
     "simulate": _PER_STEP,
+    "deferred_step_time": _PER_STEP,
     "step_time": _PER_STEP,
     "solve": {"model": "ModelCosts", **_SEARCH},
     "solve_batch": {"costs_at": "function of a batch size", "batch_sizes": "batch sizes", **_SEARCH},

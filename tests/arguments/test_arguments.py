@@ -480,7 +480,10 @@ def calls(on: Things) -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
         "Rates.load": (planner.Rates.load, {}),
         "Rates.save": (planner.published().save, {}),
         "measure_step": (planner.measure_step, {"step": names}),
-        **{name: (getattr(planner, name), per_step) for name in ("moments", "peak_bytes", "simulate", "step_time")},
+        **{
+            name: (getattr(planner, name), per_step)
+            for name in ("deferred_step_time", "moments", "peak_bytes", "simulate", "step_time")
+        },
         "solve": (planner.solve, per_step),
         "solve_batch": (
             planner.solve_batch,

@@ -1,5 +1,7 @@
 """The planner's memory and time model: against a plain count, and against sums by hand."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,6 +14,7 @@ from dshard.planner import (
     ModelCosts,
     ParamCosts,
     UnitCosts,
+    deferred_step_time,
     moments,
     peak_bytes,
     simulate,
@@ -19,6 +22,7 @@ from dshard.planner import (
 )
 from dshard.planner.options import options_of
 from dshard.planner.owners import Owners
+from dshard.policies import Strategy
 from tests.planner.cases import STRATEGIES, clusters, models
 from tests.planner.oracle import OwnersWalk, counted_peak, summed_step
 
@@ -145,6 +149,57 @@ def test_times_of_a_step_are_those_by_hand():
     assert step_time(model, ["ddp"] * 3, slow_cluster(0.5)) == pytest.approx(3 + 6 + 1)
     # 1.5 s each: forward waits 0.5 s twice; in backward the unit in the middle hides 2 s of a reduction and a gather
     assert step_time(model, ["full"] * 3, slow_cluster(1.5)) == pytest.approx(1.5 + 4 + 1.5 + 2 + 3 + 2 + 1.5)
+
+
+@pytest.mark.parametrize(
+    ("forward_s", "at_home", "expected_s"),
+    [
+        # The host has stepped units at 2, 4 and 6 s: all are waited for, then the last forward and three backwards run.
+        (1.0, (True, True, True), 6 + 1 + 6),
+        (3.0, (True, True, True), 2 + 9 + 6),  # the first one alone is waited for
+        (1.0, (True, False, True), 2 + 3 + 6),  # 2 s on the device, beside which the host steps the first one
+        (1.0, (False, False, True), 4 + 3 + 6),  # the last one is stepped at 2 s, which is long before its use
+    ],
+)
+def test_a_step_on_the_host_is_hidden_by_the_forward_until_its_unit_is_used(forward_s, at_home, expected_s):
+    costs = {"forward_s": forward_s, "optimizer_s": 4.0}
+    units = tuple(linear(f"l{i}", **costs, home_s_per_byte=1e-30 * is_home) for i, is_home in enumerate(at_home))
+    model, cluster = ModelCosts(units), slow_cluster(0.0)
+    assert deferred_step_time(model, ["full"] * 3, cluster) == pytest.approx(expected_s)  # ranks step halves
+    assert step_time(model, ["full"] * 3, cluster) == pytest.approx(3 * (forward_s + 2 + 2))
+
+
+def test_what_is_on_the_device_or_steps_where_it_computes_or_is_owned_is_not_deferred():
+    away = {"optimizer_s": 4.0, "home_s_per_byte": 1e-30}
+    owned = UnitCosts("w", (ParamCosts("w", 1024, 1024, owner_work=1.0),), 1.0, 2.0, **away)
+    for unit in (linear("l", optimizer_s=4.0), owned):
+        assert deferred_step_time(ModelCosts((unit,)), ["full"], slow_cluster(0.5)) is None
+    model = ModelCosts((linear("l", **away),))
+    assert deferred_step_time(model, ["full"], slow_cluster(0.5)) == pytest.approx(2 + 0.5 + 1 + 0.5 + 2 + 0.5)
+    assert deferred_step_time(model, ["full"], replace(slow_cluster(0.5), overlaps=False)) is None
+
+
+@ALWAYS
+@given(models(), clusters(), st.data())
+def test_a_deferred_step_takes_no_longer_than_one_at_once_and_saves_no_more_than_the_hosts_part(model, cluster, data):
+    names, cluster = choices(data.draw, model), replace(cluster, overlaps=True)
+    away = data.draw(st.lists(st.booleans(), min_size=len(model.units), max_size=len(model.units)))
+    units = [
+        replace(
+            unit, home_s_per_byte=1e-9 * is_away, alternatives=(), optimizer_s=data.draw(st.sampled_from((0.0, 0.1)))
+        )
+        for unit, is_away in zip(model.units, away, strict=True)
+    ]
+    model = replace(model, units=tuple(units))
+    found, at_once = deferred_step_time(model, names, cluster), step_time(model, names, cluster)
+    options = options_of(model, tuple(map(Strategy.of, names)), cluster)
+    owned = [any(param.owner_work for param in unit.params) for unit in units]
+    hosts = [
+        o.optimizer_s for o, is_away, is_owned in zip(options, away, owned, strict=True) if is_away and not is_owned
+    ]
+    assert (found is None) == (not hosts)
+    if found is not None:
+        assert at_once - sum(hosts) - 1e-9 <= found <= at_once + 1e-9
 
 
 def test_a_gather_in_place_costs_what_was_measured_and_the_first_one_of_what_lies_elsewhere_a_copy():

@@ -47,6 +47,11 @@ def test_copies_come_ahead_of_gathers_and_the_optimizer_steps_on_the_cpu(strateg
     assert not any("copies of" in term or "within hosts" in term for term in plain.time_by_term)
     assert away.step_s > plain.step_s
     assert away.peak_bytes < plain.peak_bytes
+    assert plain.deferred_step_s is None
+    assert away.deferred_step_s is not None
+    assert away.step_s - sum(stepped) < away.deferred_step_s < away.step_s
+    assert [line for line in away.explain().splitlines() if line.startswith("deferred: ")]
+    assert "deferred: " not in plain.explain()
 
 
 def test_one_device_holds_copies_alone():
