@@ -1,6 +1,8 @@
 """Worlds of ranks that tests share, and what keeps them from slowing one another down."""
 
+import ctypes
 import os
+import signal
 from collections.abc import Callable
 from contextlib import suppress
 from functools import wraps
@@ -21,21 +23,61 @@ _GROUP_TIMEOUT_S, _TIMEOUT_S = 60.0, 180.0
 
 
 class RestedWorld(World):
-    """A world whose ranks are not kept from running by gloo's threads, and wait long for one another."""
+    """A world whose ranks are not kept from running by gloo's threads, and wait long for one another.
+
+    While another world is called its processes are stopped: for each group gloo has a thread that wakes a hundred times
+    a second, and those of idle ranks were seen to take an eighth of two cores.
+    """
+
+    awake: ClassVar[set["RestedWorld"]] = set()
 
     def __init__(self, num_ranks: int) -> None:
         super().__init__(num_ranks, group_timeout_s=_GROUP_TIMEOUT_S)
+        self._num_calls = 0  # that are under way
 
     def start(self) -> None:
         if not self.is_running:
             super().start()
             self.run(_prepare)
 
+    def _call(self, *args: Any) -> Any:
+        for other in self.awake - {self}:
+            other.sleep()
+        self._signal(signal.SIGCONT)
+        self.awake.add(self)
+        self._num_calls += 1
+        try:
+            return super()._call(*args)
+        finally:
+            self._num_calls -= 1
+
+    def sleep(self) -> None:
+        """Stop its processes until the next call, unless one is under way."""
+        if not self._num_calls:
+            self.awake.discard(self)
+            self._signal(signal.SIGSTOP)
+
+    def close(self) -> None:
+        self.awake.discard(self)
+        super().close()
+
+    def _signal(self, number: int) -> None:
+        for rank in self._ranks:
+            if rank.process.is_alive() and rank.process.pid is not None:
+                os.kill(rank.process.pid, number)
+
 
 def _prepare() -> None:
+    _end_with_parent()
     have_gloo_stand_back()
     _share_equal_meshes()
     _seed_present_devices()
+
+
+def _end_with_parent() -> None:
+    """Have the system kill this process as soon as that which forked it is gone: a stopped one does not notice."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 def _share_equal_meshes() -> None:
@@ -83,11 +125,7 @@ def _num_groups() -> int:
 
 
 class RestedPool(WorldPool):
-    """Such worlds by size; those that have made many process groups end with the file of tests.
-
-    For each group gloo has a thread that wakes a hundred times a second, as long as the group is there: the hundreds
-    that a session makes took a sixth of two cores.
-    """
+    """Such worlds by size; those that have made many process groups end with the file of tests, the others sleep."""
 
     open: ClassVar[list["RestedPool"]] = []
 
@@ -105,11 +143,13 @@ class RestedPool(WorldPool):
         return super().run(num_ranks, fn, *args, timeout_s=timeout_s, **kwargs)
 
     def rest(self) -> None:
-        """End the ranks that have many groups; the next call starts others."""
+        """End the ranks that have many groups; the next call starts others, or wakes those that are there."""
         for world in self._worlds.values():
             with suppress(RemoteRankError):
                 if world.is_running and max(world.run(_num_groups)) > _MAX_GROUPS:
                     world.close()
+        for awake in tuple(RestedWorld.awake):
+            awake.sleep()
 
     def close(self) -> None:
         super().close()

@@ -41,11 +41,14 @@ SLOW: tuple[str, ...] = (
     ),
 )
 
-# What draws the same again, only more of it.
+# What draws the same again, only more of it, or measures.
 DEEP: tuple[str, ...] = (
     "faults/test_faults.py::test_of_many_faults_at_random_places",
     "faults/test_fuzz_checkpoint.py::test_a_damaged_checkpoint_is_told_or_loads_what_was_saved_very_many_times",
     "faults/test_fuzz_safetensors.py::test_many_corrupted_models",
+    "faults/test_long_runs.py::test_nothing_grows_and_no_bit_changes_in_long_runs",
+    *("benchmarks/test_benchmarks.py::test_compile_writes", "benchmarks/test_benchmarks.py::test_eight_bit_writes"),
+    "benchmarks/test_benchmarks.py::test_plan_writes",
 )
 
 # Of tests with very many cases, each a training or a program, `make test-all` runs one in so many. Where two lists are
@@ -68,6 +71,7 @@ ONE_IN: dict[str, int] = {
     "interop/test_trainer.py::test_a_trainer_compiles": 2,
     "interop/test_verify.py::test_a_model_that_trains_the_same": 4,
     "interop/test_verify.py::test_a_step_in_micro_batches": 4,
+    "meta/test_docs.py::test_the_block_runs": 3,
     "mutants/test_mutants.py::test_a_mutant_is_killed": 16,
     "mutants/test_mutants.py::test_what_becomes_of_a_mutant": 2,
     "offload/test_deferred.py::test_every_elementwise_optimizer": 3,
@@ -76,6 +80,7 @@ ONE_IN: dict[str, int] = {
     "planner/test_counted_peak.py::test_steps_of_owners": 3,
     "planner/test_counted_peak.py::test_the_predicted_peak": 3,
     "planner/test_counted_peak.py::test_through_memory": 4,
+    "runtime/test_compile.py::test_micro_batches": 2,
     "runtime/test_compile.py::test_every_kind_of_model": 3,
     "runtime/test_compile.py::test_training_is_that_of_eager": 4,
 }
