@@ -183,7 +183,9 @@ def _row(unit: Unit, names: dict[int, str]) -> UnitRow:
         home=next((str(p.storage_device) for p in params if p.offload is not None), ""),
         changed=tuple(name for name in unit.settings.but_lifetime.changed if name != "num_slices"),
         stepped_at_once=tuple(
-            (names.get(id(p), p.name), unit.stepped_at_once[p.name]) for p in params if p.name in unit.stepped_at_once
+            (names.get(id(p), p.name), unit.stepped_at_once[p.name])
+            for p in params
+            if p.offload is not None and p.name in unit.stepped_at_once
         ),
     )
 

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from dshard import arguments
 from dshard.autograd import Watchers, in_backward
 from dshard.collectives import CommRecord, CommTrace, is_users
+from dshard.compiling import outside_of_graphs
 from dshard.errors import ArgumentError
 from dshard.inspection.explain import (
     CATEGORIES,
@@ -169,6 +170,7 @@ class Trace(ShownInNotebooks):
             self._events.append(event)
             self._sample()
 
+    @outside_of_graphs  # a step of an optimizer may be compiled
     def _sample(self) -> None:
         """Count the memory, if asked for."""
         if self.activations is not None:

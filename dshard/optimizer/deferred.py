@@ -40,6 +40,7 @@ from dshard.units.context import Phase
 from dshard.units.unit import Unit
 
 _LOG = logging.getLogger("dshard")
+_LIE_APART = "gradients of theirs, or of others that the optimizer steps, lie in another way than the parameters"
 
 
 class Deferral:
@@ -76,6 +77,8 @@ class Deferral:
         deferral.settings = settings_of(optimizer)
         deferral._pin(left_out)
         if not begin_swap(optimizer, args, kwargs, left_out, deferral._unpin):
+            for unit, step in deferral._steps.items():
+                unit.stepped_at_once |= {param.name: _LIE_APART for param in step.params}
             cls.forget()
 
     def _take(self, group: int, place: int, param: Tensor) -> None:
@@ -94,7 +97,7 @@ class Deferral:
         if scaling is not None:  # until the step has begun
             grad.shard_storage.begin_await(scaling)
         if shard is None:
-            unit.stepped_at_once[param.name] = "their gradients lie in another way than they do"
+            unit.stepped_at_once[param.name] = _LIE_APART
             return
         self._steps.setdefault(unit, _UnitStep(unit, self)).add(group, place, param, shard)
 

@@ -99,3 +99,29 @@ def test_hooks_of_the_program_come_first_and_nothing_changes(worlds: WorldPool):
     for plain, checkpointed, same in worlds.run(2, with_hooks_within):
         assert same == [True] * 3
         assert plain > checkpointed
+
+
+def around_a_compiled_step() -> tuple[list[int | None], int | None]:
+    """Bytes of states behind each of two steps of an optimizer that is compiled, by a trace; and by a report."""
+    model = sharded({})
+    optimizer = torch.optim.AdamW(model.parameters())
+    step = torch.compile(optimizer.step, backend="eager")
+    with dshard.trace(model, optimizer, memory=True) as trace:
+        for _ in range(2):
+            model(ids()).sum().backward()
+            step()
+            found = trace.memory[-1].num_bytes["states"]
+            assert found is not None
+            optimizer.zero_grad()
+    states = [sample.num_bytes["states"] for sample in trace.memory]
+    return states[-2:], dshard.report(model, optimizer, trace).num_bytes["states"]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings(
+    "ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"
+)  # what inductor imports
+def test_memory_is_counted_behind_a_compiled_step_too(worlds: WorldPool):
+    for states, reported in worlds.run(2, around_a_compiled_step):
+        assert states == [reported] * 2
+        assert reported
