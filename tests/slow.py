@@ -49,6 +49,7 @@ DEEP: tuple[str, ...] = (
     "faults/test_long_runs.py::test_nothing_grows_and_no_bit_changes_in_long_runs",
     *("benchmarks/test_benchmarks.py::test_compile_writes", "benchmarks/test_benchmarks.py::test_eight_bit_writes"),
     "benchmarks/test_benchmarks.py::test_plan_writes",
+    *("calibration/test_published.py", "calibration/test_published_memory.py"),
 )
 
 # Of tests with very many cases, each a training or a program, `make test-all` runs one in so many. Where two lists are
