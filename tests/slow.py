@@ -50,6 +50,7 @@ DEEP: tuple[str, ...] = (
     *("benchmarks/test_benchmarks.py::test_compile_writes", "benchmarks/test_benchmarks.py::test_eight_bit_writes"),
     "benchmarks/test_benchmarks.py::test_plan_writes",
     *("calibration/test_published.py", "calibration/test_published_memory.py"),
+    "calibration/test_fitting.py::test_the_shipped_profile",
 )
 
 # Of tests with very many cases, each a training or a program, `make test-all` runs one in so many. Where two lists are
@@ -64,7 +65,9 @@ ONE_IN: dict[str, int] = {
     "accelerator/test_mutants.py::test_what_is_taken_out": 4,
     "accelerator/test_streams.py::test_models_of_several_streams": 5,
     "accelerator/test_writes.py::test_a_write": 3,
+    "autograd/test_checkpointing.py::test_no_mode_changes_a_bit": 4,
     "crossings/test_crossings.py::test_a_crossing": 3,
+    "examples/test_examples.py::test_one_gpu_learns": 2,
     "faults/test_faults.py::test_torchrun_restarts": 3,
     "interop/test_plans.py::test_a_trace": 3,
     "interop/test_plans.py::test_models_train": 5,
@@ -81,6 +84,10 @@ ONE_IN: dict[str, int] = {
     "planner/test_counted_peak.py::test_steps_of_owners": 3,
     "planner/test_counted_peak.py::test_the_predicted_peak": 3,
     "planner/test_counted_peak.py::test_through_memory": 4,
+    "planning/test_measured_steps.py::test_auto_takes_the_batch": 4,
+    "planning/test_measured_steps.py::test_ranks_over_which_layers": 2,
+    "planning/test_planned_checkpointing.py::test_every_mix": 2,
+    "planning/test_tensor_parallel_plans.py::test_peaks": 4,
     "runtime/test_compile.py::test_micro_batches": 2,
     "runtime/test_compile.py::test_every_kind_of_model": 3,
     "runtime/test_compile.py::test_training_is_that_of_eager": 4,
