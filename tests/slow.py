@@ -41,7 +41,7 @@ SLOW: tuple[str, ...] = (
     ),
 )
 
-# What draws the same again, only more of it, or measures.
+# What draws the same again, only more of it, or measures; and pages of docs, whose blocks use what those above wrote.
 DEEP: tuple[str, ...] = (
     "faults/test_faults.py::test_of_many_faults_at_random_places",
     "faults/test_fuzz_checkpoint.py::test_a_damaged_checkpoint_is_told_or_loads_what_was_saved_very_many_times",
@@ -51,6 +51,18 @@ DEEP: tuple[str, ...] = (
     "benchmarks/test_benchmarks.py::test_plan_writes",
     *("calibration/test_published.py", "calibration/test_published_memory.py"),
     "calibration/test_fitting.py::test_the_shipped_profile",
+    *(
+        f"meta/test_docs.py::test_the_block_runs[docs/{page}"
+        for page in (
+            "guides/",
+            "collectives.md",
+            "planner.md",
+            "seeing.md",
+            "simulate.md",
+            "strategies.md",
+            "verify.md",
+        )
+    ),
 )
 
 # Of tests with very many cases, each a training or a program, `make test-all` runs one in so many. Where two lists are
@@ -75,7 +87,6 @@ ONE_IN: dict[str, int] = {
     "interop/test_trainer.py::test_a_trainer_compiles": 2,
     "interop/test_verify.py::test_a_model_that_trains_the_same": 4,
     "interop/test_verify.py::test_a_step_in_micro_batches": 4,
-    "meta/test_docs.py::test_the_block_runs": 3,
     "mutants/test_mutants.py::test_a_mutant_is_killed": 16,
     "mutants/test_mutants.py::test_what_becomes_of_a_mutant": 2,
     "offload/test_deferred.py::test_every_elementwise_optimizer": 3,

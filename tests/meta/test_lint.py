@@ -26,7 +26,9 @@ def test_every_entry_of_the_slow_and_the_deep_tests_is_the_start_of_a_tests_name
     file, _, name = entry.partition("::")
     path = ROOT / "tests" / file
     assert path.exists()
+    name, _, case = name.partition("[")
     assert not name or f"\ndef {name}" in path.read_text()
+    assert (ROOT / case.partition(":")[0]).exists()
 
 
 def test_one_in_so_many_cases_is_not_deep():
