@@ -26,7 +26,7 @@ class RestedWorld(World):
     """A world whose ranks are not kept from running by gloo's threads, and wait long for one another.
 
     While another world is called its processes are stopped: for each group gloo has a thread that wakes a hundred times
-    a second, and those of idle ranks were seen to take an eighth of two cores.
+    a second, and those of idle ranks would keep a few cores from what is tested.
     """
 
     awake: ClassVar[set["RestedWorld"]] = set()

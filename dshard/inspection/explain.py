@@ -123,7 +123,7 @@ class Explanation(ShownInNotebooks):
         by_reason: dict[str, list[str]] = {}
         for name, why in (each for unit in self.units for each in unit.stepped_at_once):
             by_reason.setdefault(why, []).append(name)
-        notes += [f"stepped in step() itself: {_some_of(each)}: {why}" for why, each in by_reason.items()]
+        notes += [f"step not deferred: {_some_of(each)}: {why}" for why, each in by_reason.items()]
         if self.plain:
             notes.append(f"not sharded: {_some_of(self.plain)}")
         return [*notes, self.plan] if self.plan else notes

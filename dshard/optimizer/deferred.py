@@ -40,7 +40,7 @@ from dshard.units.context import Phase
 from dshard.units.unit import Unit
 
 _LOG = logging.getLogger("dshard")
-_LIE_APART = "gradients of theirs, or of others that the optimizer steps, lie in another way than the parameters"
+_LIE_APART = "a gradient that the optimizer reads is sharded in another way than its parameter"
 
 
 class Deferral:
@@ -80,6 +80,12 @@ class Deferral:
             for unit, step in deferral._steps.items():
                 unit.stepped_at_once |= {param.name: _LIE_APART for param in step.params}
             cls.forget()
+
+    @classmethod
+    def leave_out(cls, optimizer: Optimizer) -> None:
+        """Note that the step of an optimizer whose parameters have owners leaves nothing to a later time."""
+        if OffloadedShardedTensor.num_made:
+            cls(optimizer, f"{type(optimizer).__name__} steps whole parameters, each on its owner")
 
     def _take(self, group: int, place: int, param: Tensor) -> None:
         """Step a parameter of one of the optimizer's groups later, if it can be."""
@@ -154,15 +160,15 @@ def _why_none(optimizer: Optimizer, args: Any, kwargs: Any) -> str:
     """
     name = type(optimizer).__name__
     if not may_swap(optimizer, args, kwargs):
-        return f"{name} is none of torch.optim that treats each element by itself, or this step has a closure"
+        return f"{name} is no elementwise optimizer of torch.optim, or the step has a closure or is differentiable"
     if is_between_graphs():
         return "the step is compiled"
     code = getattr(type(optimizer).step, "__code__", None)
     if code is None or code.co_filename != Optimizer.profile_hook_step.__code__.co_filename:
-        return f"{name}.step is not torch's"
+        return f"{name}.step is another one than torch's"
     states = optimizer.__dict__["state"]
     if type(states) is not _States and is_kept(states, 1):
-        return "the program keeps optimizer.state"
+        return "the program holds a reference to optimizer.state"
     return ""
 
 
@@ -172,21 +178,21 @@ def _why_at_once(param: OffloadedShardedTensor, optimizer: Optimizer) -> str:
     if offload is None or not offload.defers_step:
         return "CPUOffloadPolicy(defer_step=False)"
     if offload.home.type != "cpu":
-        return f"they are kept on {offload.home}"
+        return f"they are offloaded to {offload.home}, and not to the CPU"
     if not isinstance(unit, Unit) or not isinstance(grad, OffloadedShardedTensor):
-        return "their gradients are the program's own"
+        return "the program has put tensors of its own into their .grad"
     state = optimizer.state
     if param not in state and (state or "_dshard_has_stepped" not in optimizer.__dict__):
-        return "their first step makes their states"  # and tells of what is wrong with the optimizer
+        return "the first step makes their optimizer states"  # and tells of what is wrong with the optimizer
     named = state.get(param, {})
     if is_kept(named, 1):
-        return "the program keeps their states, as optimizer.state[param] or state_dict() gives them"
+        return "the program holds a reference to their optimizer states (optimizer.state[param], a state_dict())"
     sharded: list[ShardStorage] = []
     for value in named.values():
         if type(value) in SHARDED:
             sharded.append(value.shard_storage)
         elif isinstance(value, Tensor) and is_referred_to(value, 1):
-            return "the program keeps their step counts"  # and would see that of a step that has not been taken
+            return "the program holds a reference to their step counts"  # and would see one too many
     own = param.shard_storage
     if own.is_exposed and not unit.copies.is_held(own):
         own.is_exposed = False
@@ -194,7 +200,7 @@ def _why_at_once(param: OffloadedShardedTensor, optimizer: Optimizer) -> str:
         if each.is_exposed and not each.is_held(own_refs=0, storage_refs=1):
             each.is_exposed = False
     if any(each.is_exposed or each.home is not None for each in (own, grad.shard_storage, *sharded)):
-        return "the program has their shards, or their gradients' or states', from to_local()"
+        return "the program holds their shards, or those of their gradients or states, from to_local()"
     return ""
 
 

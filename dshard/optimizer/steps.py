@@ -125,6 +125,8 @@ def _enter(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         Pause.is_wanted = True
     if whole is None:
         Deferral.begin(optimizer, args, kwargs)
+    else:
+        Deferral.leave_out(optimizer)
     for pool in {id(unit.model.pool): unit.model.pool for unit in units}.values():
         pool.settle()  # of what gradients, which are there by now, were reduced from: the step needs memory, too
     return None if whole is None else begin_whole(optimizer, whole, args, kwargs)

@@ -106,8 +106,8 @@ class Plan:
         """Predicted time of a step of which the host's part is deferred, in seconds.
 
         `CPUOffloadPolicy` defers what the optimizer does in the CPU's memory to the next forward, unless it is told not
-        to. A plan is chosen for `step_s`, of steps that are taken at once. None where nothing is stepped there, or by
-        the cores that compute.
+        to, and the optimizer is one whose steps cannot be deferred, as AdamW8bit. A plan is chosen for `step_s`, of
+        steps that are taken at once. None where nothing is stepped there, or by the cores that compute.
         """
         return deferred_step_time(self.model, self.strategies, self.cluster)
 
@@ -192,7 +192,8 @@ class Plan:
     def _deferred_text(self) -> list[str]:
         if self.deferred_step_s is None:
             return []
-        return [f"deferred: {seconds_text(self.deferred_step_s)} where the next forward hides the optimizer on the CPU"]
+        step = seconds_text(self.deferred_step_s)
+        return [f"deferred: {step} a step, if what the optimizer does on the CPU runs beside the next forward"]
 
     @property
     def by_parameter(self) -> dict[str, Strategy]:

@@ -173,9 +173,9 @@ class _Streams:
 
 
 def _run(model: ModelCosts, options: Sequence[Option], *, overlaps: bool, defers: bool = False) -> _Streams:
-    """A step on both streams; with the optimizer's last, or where some of it is deferred, that of the step before."""
+    """A step on both streams; the optimizer's comes last, or where it is deferred, that of the last backward first."""
     streams = _Streams([unit.name for unit in model.units], overlaps=overlaps)
-    stepped_s, is_stepped_s = 0.0, [0.0] * len(options)  # until when the host steps units, in the order of forward
+    stepped_s, is_stepped_s = 0.0, [0.0] * len(options)  # when the host has stepped all so far, and each unit
     if defers:
         for i, (unit, option) in enumerate(zip(model.units, options, strict=True)):
             if _can_wait(unit):

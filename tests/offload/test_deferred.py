@@ -608,7 +608,9 @@ def explained(kind: str) -> list[dict[str, str]]:
         program.step(())
         said = dshard.explain(program.model)
         found.append({name: why for unit in said.units for name, why in unit.stepped_at_once})
-        reasons = [line.rpartition(": ")[2] for line in str(said).splitlines() if line.startswith("stepped in step()")]
+        reasons = [
+            line.rpartition(": ")[2] for line in str(said).splitlines() if line.startswith("step not deferred: ")
+        ]
         assert set(reasons) == set(found[-1].values())
 
     step()
@@ -631,12 +633,29 @@ def explained(kind: str) -> list[dict[str, str]]:
 def test_explain_says_what_was_stepped_at_once_and_why(run: Run):
     for first, second, with_states, with_count, with_shard, without, with_closure in run(2, explained):
         assert len(first) > 8
-        assert set(first.values()) == {"their first step makes their states"}
+        assert set(first.values()) == {"the first step makes their optimizer states"}
         assert second == without == {}
         name = "blocks.0.1.weight"
         assert [set(each) for each in (with_states, with_count, with_shard)] == [{name}] * 3
         assert "optimizer.state[param]" in with_states[name]
-        assert with_count[name] == "the program keeps their step counts"
+        assert with_count[name] == "the program holds a reference to their step counts"
         assert "from to_local()" in with_shard[name]
         assert with_closure.keys() == first.keys()
         assert all("a closure" in why for why in with_closure.values())
+
+
+def explained_beside_owners(kind: str) -> dict[str, str]:
+    """What `explain` says after a step of AdamW that is deferred, and then one of Muon over one of its parameters."""
+    program = Program(kind, True, "AdamW")
+    for _ in range(2):
+        program.step(())
+    muon = optim.Muon([program.model.blocks[0][1].weight])
+    loss_of(program.model, batch(kind, 7)).backward()
+    muon.step()
+    return {name: why for unit in dshard.explain(program.model).units for name, why in unit.stepped_at_once}
+
+
+@pytest.mark.slow
+def test_explain_says_that_owners_step_at_once(run: Run):
+    for found in run(2, explained_beside_owners):
+        assert found == {"blocks.0.1.weight": "Muon steps whole parameters, each on its owner"}
