@@ -15,6 +15,7 @@ from types import ModuleType
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import optimizer as torch_optimizer
 
 from dshard.collectives import BufferPool
@@ -49,10 +50,11 @@ def rss_bytes() -> int:
 
 
 def tensor_bytes(objects) -> int:
-    """Of the storages of all tensors that Python knows, each counted once."""
+    """Of the storages of all tensors that Python knows, each counted once; those of a compiler hold no bytes."""
     found = {}
     for each in objects:
-        if issubclass(type(each), torch.Tensor) and not issubclass(type(each), ShardedTensor) and not each.is_meta:
+        own = type(each)
+        if issubclass(own, torch.Tensor) and not issubclass(own, (ShardedTensor, FakeTensor)) and not each.is_meta:
             try:
                 storage = each.untyped_storage()
             except (NotImplementedError, RuntimeError):

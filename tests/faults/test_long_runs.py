@@ -14,11 +14,13 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from dshard.optimizer.steps import before_steps
 from dshard.tensor import meshes
 from dshard.testing import WorldPool
-from tests.faults.census import census
+from tests.faults.census import census, tensor_bytes
 from tests.faults.long_plan import BEGINNING, plan, survivors
 from tests.faults.long_program import CLIP, INF, Net, Run, loss_of
 
@@ -229,3 +231,12 @@ def test_each_kind_of_leak_would_be_seen(worlds: WorldPool, tmp_path):
         "type builtins.function",
     }
     assert kinds <= set(found)
+
+
+def test_what_a_compiler_keeps_of_sizes_unknown_takes_no_bytes():
+    """Such a storage's size is a symbol, which no census could write down."""
+    value = torch.ones(5, 3)
+    sizes = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC, DimDynamic.STATIC])
+    fake = FakeTensorMode(shape_env=ShapeEnv()).from_tensor(value, symbolic_context=sizes)
+    assert isinstance(fake.untyped_storage().nbytes(), torch.SymInt)
+    assert tensor_bytes([fake, value]) == 60
