@@ -15,7 +15,7 @@ from dshard.collectives import ReduceOp, ShardGroup
 from dshard.errors import DivergenceError, DShardError, StateError
 from dshard.runtime.module import FSDPModule
 from dshard.runtime.runtime import own_units
-from dshard.runtime.unsharded import UnshardedParameter
+from dshard.runtime.unsharded import Unsharded
 from dshard.tensor import ShardedTensor
 from dshard.tensor.meshes import groups_of, joined_group, tp_layout_of, whole
 from dshard.tensor.storage import ShardStorage
@@ -436,7 +436,7 @@ def _refuse_within_forward(target: Any) -> None:
     """Raise where one of some parameters is in its module's forward, and so is no sharded one."""
     values = target.parameters() if isinstance(target, nn.Module) else target
     for each in values if not isinstance(values, Tensor) else [values]:
-        if isinstance(each, UnshardedParameter):
+        if isinstance(each, Unsharded):
             raise StateError(
                 f"gathered: parameters must not be within their module's forward, but {each.sharded.name} is, where it "
                 "is its full tensor already. Use it as it is; write to it ahead of the forward, or after it."

@@ -214,6 +214,13 @@ class Backward:
         if len(taken) < len(params):
             own_slots, own_grads = [slots[index] for index in taken], [left[index] for index in taken]
             are_alone = [are_alone[index] for index in taken]
+        if TPShardLayout.num_made:
+            given_grads = own_grads
+            with outside_autograd():
+                own_grads = [local_gradient(params[index], left[index]) for index in taken]
+            are_alone = [
+                alone and own is given for alone, own, given in zip(are_alone, own_grads, given_grads, strict=True)
+            ]
         given = self._receive(unit, own_slots, own_grads, are_alone, is_given=True)
         added_up = []
         for index, reduced in zip(taken, given, strict=True):

@@ -442,20 +442,13 @@ def home_of(device: Device) -> Home:
     return Home(1 / (link * _REACHED_BY_COPIES), 1 / (memory * _REACHED_BY_STEPS), source)
 
 
-def check_offload(device: Device | None, offload: str, *, is_compiled: bool) -> None:
+def check_offload(device: Device | None, offload: str) -> None:
     """Raise where offload cannot be planned for.
 
     Raises:
-        PlanError: There is no device; or the model is compiled.
+        PlanError: There is no device.
     """
-    if offload == "none":
-        return
-    if is_compiled:
-        raise PlanError(
-            f"plan: is_compiled and offload={offload!r} do not go together, for torch.compile takes no parameters of a "
-            "sharded model that are kept elsewhere. Leave one of them out."
-        )
-    if device is None:
+    if offload != "none" and device is None:
         raise PlanError(
             f"plan: offload={offload!r} needs a device, which says how long copies from the CPU's memory take, but "
             "times are measured here. Pass device='h100-80g'."

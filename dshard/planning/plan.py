@@ -83,7 +83,7 @@ class Profile:
         offload: str = "none",
     ) -> None:
         self.progress, self._rates, self._offload = progress, rates, offload
-        check_offload(device, offload, is_compiled=training.is_compiled)
+        check_offload(device, offload)
         self._model, self._sample, self._loss_of, self._mesh = model, sample_input, loss_of, mesh
         self._device, self._training, self._num_cut = device, training, num_cut_over(mesh_cut_over(model))
         spread = None if rates is None or device is None else rates.spread_on(device)

@@ -8,7 +8,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from dshard.interpreter import runs_in_function
 from dshard.optimizer.replace import Replaced, replacement_of
-from dshard.runtime.unsharded import UnshardedParameter
+from dshard.runtime.unsharded import Unsharded
 from dshard.tensor import ShardedTensor
 from dshard.units.context import ModelContext
 
@@ -98,7 +98,7 @@ class _Registrations:
     def note(cls, module: nn.Module, name: str, param: Any) -> Any:
         """Torch's hook for a parameter that is registered; one that was replaced, or unsharded, is followed."""
         cls.count += 1
-        if isinstance(param, UnshardedParameter):  # as by `self.head.weight = self.embed.weight` in a forward
+        if isinstance(param, Unsharded):  # as by `self.head.weight = self.embed.weight` in a forward
             return param.sharded
         return replacement_of(param) if isinstance(param, Replaced) else None
 

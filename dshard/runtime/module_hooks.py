@@ -22,7 +22,7 @@ from dshard.errors import UnsupportedOpError
 from dshard.gradients.backward import hook_gradient
 from dshard.policies import Precision, PrecisionRules
 from dshard.runtime.runtime import Runtime
-from dshard.runtime.unsharded import UnshardedParameter
+from dshard.runtime.unsharded import Unsharded
 from dshard.runtime.unsharding import Unsharding, Unshardings
 from dshard.tensor import ShardedTensor
 from dshard.tensor.sharded_tensor import is_in_mixed_forward, note_forward_in_graph
@@ -166,7 +166,7 @@ def _check_statistics_of(module: nn.Module) -> None:
 def _check_statistics(module: nn.Module, args: Any) -> None:
     """Raise where a norm computes in another dtype than that of its running statistics."""
     weight, mean = module.weight, module.running_mean
-    param = weight.sharded if isinstance(weight, UnshardedParameter) else weight
+    param = weight.sharded if isinstance(weight, Unsharded) else weight
     if not isinstance(param, ShardedTensor) or not isinstance(mean, Tensor) or weight.dtype == mean.dtype:
         return
     name = param.name.removesuffix(".weight")

@@ -237,8 +237,20 @@ class _Places:
         return (unit, slot) if is_it else None
 
 
+def runs_forward() -> bool:
+    """Whether the forward of a sharded model runs, or a part of one again, in this process."""
+    return (in_backward() and torch.is_grad_enabled()) or any(unit.is_running for unit in tuple(Unit.alive))
+
+
 def gather(
-    shard: Tensor, shape: list[int], stride: list[int], dim: int, group: str, dtype: torch.dtype, is_own: bool
+    shard: Tensor,
+    shape: list[int],
+    stride: list[int],
+    dim: int,
+    group: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    is_own: bool,
 ) -> Tensor:
     """The full value of a shard that a compiled graph was given, in memory of the graph's own if it `is_own`.
 
@@ -250,7 +262,7 @@ def gather(
         found[0].model.before_use()
         found = _Places.find(shard)
     if found is None:
-        return _gathered_alone(shard, shape, stride, dim, group, dtype)
+        return _gathered_alone(shard.to(device), shape, stride, dim, group, dtype)
     unit, slot = found
     layout, model = unit.params[slot].shard_layout, unit.model
     if layout.shape != tuple(shape) or layout.dim != (dim if dim >= 0 else None):

@@ -6,36 +6,26 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from dshard.tensor.meshes import TPShardLayout
 
 _REQUIRES_GRAD: Any = torch.Tensor.requires_grad  # the descriptor
 _make_subclass: Any = torch.Tensor._make_subclass
 
 
-class UnshardedParameter(nn.Parameter):
+class Unsharded:
     """The full tensor of a sharded parameter, in its place in `module._parameters` while the module's forward runs.
 
     Operations on it are torch's own, at their speed. What a program asks of the parameter and not of its values is
-    answered by the sharded one: its gradient, hooks on it, `to_local()`, and attributes that somebody gave it.
+    answered by the sharded one: its gradient, hooks on it, and attributes that somebody gave it.
 
     Attributes:
         sharded: The parameter.
     """
 
-    __slotnames__: ClassVar[list[str]] = []
     sharded: Any
-
-    @classmethod
-    def of(cls, fulls: Sequence[Tensor], sharded: Sequence[Any]) -> "tuple[UnshardedParameter, ...]":
-        """Those that share memory, and the counters of writes, with full tensors.
-
-        Args:
-            fulls: Gathered.
-            sharded: Of each, the parameter.
-        """
-        made = tuple(map(_make_subclass, repeat(cls), fulls))
-        for out, param in zip(made, sharded, strict=True):
-            out.__dict__["sharded"] = param
-        return made
+    detach: Callable[[], Tensor]  # a tensor's own, as all else that is asked of it here
 
     @property
     def data(self) -> Tensor:
@@ -44,8 +34,9 @@ class UnshardedParameter(nn.Parameter):
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        if value.data_ptr() != self.data_ptr() or value.shape != self.shape:  # else of `parameter.data *= mask`
-            self.detach().copy_(value)
+        own = self.detach()
+        if _memory_of(value) != _memory_of(own) or value.shape != own.shape:  # else of `parameter.data *= mask`
+            own.copy_(value)
 
     @property
     def grad(self) -> Any:
@@ -78,14 +69,6 @@ class UnshardedParameter(nn.Parameter):
         """As of the sharded parameter."""
         return self.sharded.register_post_accumulate_grad_hook(hook)
 
-    def full_tensor(self, *, grad_placements: Any = None) -> Tensor:
-        """The value, as a plain tensor. Communicates nothing.
-
-        Args:
-            grad_placements: Accepted for DTensor's sake; has no meaning here.
-        """
-        return self.view_as(self)
-
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
@@ -96,3 +79,50 @@ class UnshardedParameter(nn.Parameter):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.sharded.__reduce_ex__(protocol)
+
+
+def _memory_of(tensor: Any) -> int:
+    return int((tensor._local_tensor if isinstance(tensor, DTensor) else tensor).data_ptr())
+
+
+class UnshardedParameter(Unsharded, nn.Parameter):
+    """That of a parameter which data parallelism alone cuts: a plain tensor."""
+
+    __slotnames__: ClassVar[list[str]] = []
+
+    def full_tensor(self, *, grad_placements: Any = None) -> Tensor:
+        """The value, as a plain tensor. Communicates nothing.
+
+        Args:
+            grad_placements: Accepted for DTensor's sake; has no meaning here.
+        """
+        return self.view_as(self)
+
+
+class UnshardedDTensor(Unsharded, DTensor):
+    """That of a parameter which lies over the mesh of tensor parallelism, too: a DTensor over it."""
+
+
+def unsharded(fulls: Sequence[Tensor], sharded: Sequence[Any]) -> tuple[Any, ...]:
+    """What shares memory, and where it is plain the counters of writes, with full tensors.
+
+    Args:
+        fulls: Gathered.
+        sharded: Of each, the parameter.
+    """
+    if TPShardLayout.num_made:
+        made = tuple(map(_of_any_kind, fulls))
+    else:
+        made = tuple(map(_make_subclass, repeat(UnshardedParameter), fulls))
+    for out, param in zip(made, sharded, strict=True):
+        out.__dict__["sharded"] = param
+    return made
+
+
+def _of_any_kind(full: Any) -> Any:
+    if type(full) is not DTensor:
+        return _make_subclass(UnshardedParameter, full)
+    with torch.inference_mode(mode=False):  # else nobody would count the writes to it
+        made: Any = DTensor.__new__(UnshardedDTensor, full._local_tensor, full._spec, requires_grad=False)
+    made._is_param = True  # by which torch tells parameters that are of other classes
+    return made

@@ -12,12 +12,15 @@ Where all units stay gathered until their backward it keeps them as they are.
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from operator import attrgetter
+from itertools import chain
+from operator import add, attrgetter
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch._C._functorch import peek_interpreter_stack
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.utils._python_dispatch import _disable_current_modes
 
 from dshard.autograd import in_backward
@@ -26,10 +29,10 @@ from dshard.errors import StateError
 from dshard.gradients.backward import Backward, which_may_be_hooked
 from dshard.layout import SMALL_GRAD_BYTES
 from dshard.runtime.late import num_registrations
-from dshard.runtime.unsharded import UnshardedParameter
+from dshard.runtime.unsharded import UnshardedDTensor, unsharded
 from dshard.tensor import ShardedTensor
 from dshard.tensor.meshes import TPShardLayout
-from dshard.tensor.sharded_tensor import MixedShardedTensor
+from dshard.tensor.sharded_tensor import MixedShardedTensor, OffloadedShardedTensor
 from dshard.units.context import ModelContext
 from dshard.units.copies import FULL_TENSORS, FullTensors, SavedView, storage_address
 from dshard.units.unit import Unit
@@ -40,7 +43,8 @@ _STORAGE_OF = attrgetter("shard_storage")
 _PARAMS_OF = attrgetter("params")
 _NUM_WRITES = attrgetter("shard_storage.num_writes")
 _USES_OF = Tensor._use_count  # type: ignore[attr-defined]
-_KINDS = (ShardedTensor, MixedShardedTensor)  # whose full tensors are plain, and where their shards are
+_KINDS = (ShardedTensor, MixedShardedTensor, OffloadedShardedTensor)
+_DTENSORS = (DTensor, UnshardedDTensor)  # of tensor parallelism
 _FAKE = torch._C._TorchDispatchModeKey.FAKE
 _CHECKPOINT = "torch.utils.checkpoint"
 _FIRST = 2**64 - 2  # behind the accumulation of gradients alone
@@ -56,6 +60,8 @@ class _Unshard(torch.autograd.Function):
     ) -> Any:
         ctx.set_materialize_grads(False)
         ctx.unit, ctx.slots, ctx.uses = unit, slots, uses
+        if uses is not None:
+            ctx.params = slots if slots is not None else [param.gather_slot for param in params]
         return kind(fulls, params)
 
     @classmethod
@@ -78,7 +84,7 @@ class _Unshard(torch.autograd.Function):
         unit: Unit = ctx.unit
         backward: Backward = unit.model.get(Backward)
         if ctx.uses is not None:
-            ctx.uses.check()
+            ctx.uses.check(ctx.params)
             if ctx.uses.is_used:
                 backward.note_use(unit)
         is_ordinary = not torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
@@ -99,11 +105,13 @@ class _Uses:
         params: Of a unit.
     """
 
-    __slots__ = ("_num_refs", "_num_writes", "_params")
+    __slots__ = ("_is_over", "_num_refs", "_num_writes", "_params", "_task")
 
     def __init__(self, params: Sequence[Any]) -> None:
         self._params, self._num_writes = params, list(map(_NUM_WRITES, params))
         self._num_refs = [2] * len(params)  # to each full tensor, as the forward ended: autograd's among them
+        self._task = -1  # autograd's number of the backward that runs
+        self._is_over: set[int] = set()  # numbers of parameters that it uses no more
 
     def end_forward(self, fulls: Sequence[Tensor]) -> None:
         """The forward has ended, and autograd keeps what it keeps."""
@@ -119,14 +127,21 @@ class _Uses:
         """Whether the backward takes any of them."""
         return max(self._num_refs, default=0) > 1
 
-    def check(self) -> None:
-        """Raise where autograd has used a full tensor that is not the parameter's value any more."""
+    def check(self, slots: Sequence[int]) -> None:
+        """Raise where autograd may have used a full tensor that is not the parameter's value any more.
+
+        Args:
+            slots: Of the parameters whose gradients are there: from now on an optimizer in backward may step them.
+        """
+        task = torch._C._current_graph_task_id()
+        if task != self._task:
+            self._task, self._is_over = task, set()
         now = list(map(_NUM_WRITES, self._params))
-        if now == self._num_writes:
-            return
-        for param, count, before, num in zip(self._params, now, self._num_writes, self._num_refs, strict=True):
-            if count != before and num > 1:
-                raise RuntimeError(_WRITTEN.format(param.name))
+        if now != self._num_writes:
+            for slot, (param, count, before) in enumerate(zip(self._params, now, self._num_writes, strict=True)):
+                if count != before and self._num_refs[slot] > 1 and slot not in self._is_over:
+                    raise RuntimeError(_WRITTEN.format(param.name))
+        self._is_over.update(slots)
 
 
 # Makes what stands in the places of parameters, of their full tensors and themselves.
@@ -206,7 +221,7 @@ class Unsharding:
         is_open = (is_eager or is_compiled) and self._is_due(is_compiled=is_compiled)
         if is_open:
             with _beside_modes():
-                self._put(_for_graphs if is_compiled else UnshardedParameter.of)
+                self._put(_for_graphs if is_compiled else unsharded)
                 if is_compiled and not self._is_compiled:
                     self._sums = list(map(_sum_of_bits, self._fulls))
             self._is_compiled = is_compiled
@@ -255,16 +270,20 @@ class Unsharding:
             return
         self._num_registrations, self._params = num_registrations(), unit.params
         self._places = []
-        kinds_match = all(type(param) in _KINDS and param.offload is None for param in unit.params)
-        if not kinds_match or any(isinstance(param.shard_layout, TPShardLayout) for param in unit.params):
+        if not all(type(param) in _KINDS for param in unit.params):
             return
         slots = {id(param): slot for slot, param in enumerate(unit.params)}
+        if TPShardLayout.num_made and any(
+            map(_is_tensor_parallel, chain.from_iterable(map(_PARAMS_OF, unit.model.units)))
+        ):
+            # Beside DTensors of any mesh other parameters mean ones that are replicated over it: they stay as they are.
+            slots = {id(param): slot for slot, param in enumerate(unit.params) if _is_beside_data(param)}
         modules = list(self._module.modules())
         tops = (each for each in modules if each._compiled_call_impl or "_orig_mod" in each._modules)
         compiled = {inner for top in tops for inner in top.modules()}
         self._is_leaf = not any("_dshard_units" in each.__dict__ for each in modules if each is not self._module)
         # Within others, a checkpoint may run what was compiled again, without hooks: it takes shards then and now.
-        is_own = self._is_leaf and self._module in compiled
+        is_own = self._is_leaf and self._module in compiled and not any(map(_is_tensor_parallel, unit.params))
         for module in modules:
             if module in compiled and not is_own:
                 continue
@@ -289,7 +308,7 @@ class Unsharding:
             given = kind([fulls[slot] for slot in missing], [params[slot] for slot in missing])
             for slot, full in zip(missing, given, strict=True):
                 made[slot] = full
-        self._fulls, self._made, self._versions = fulls, made, list(map(_VERSION_OF, made))
+        self._fulls, self._made, self._versions = fulls, made, _versions_of(made)
         for parameters, name, slot in self._places:
             if parameters.get(name) is params[slot]:  # else torch.func.functional_call has put another one there
                 parameters[name] = made[slot]
@@ -340,9 +359,9 @@ class Unsharding:
             if parameters.get(name) is made[slot]:
                 parameters[name] = params[slot]
         written: dict[int, Any] = {}
-        if list(map(_VERSION_OF, made)) != self._versions:
-            written = {slot: full for slot, full in enumerate(made) if full._version != self._versions[slot]}
-        self._versions = []
+        versions, self._versions = self._versions, []
+        if (found := _versions_of(made)) != versions:
+            written = {slot: full for slot, full in enumerate(made) if found[slot] != versions[slot]}
         slots = [*written, *self._slots_of_other_bits()] if self._is_compiled else ()
         self._fulls = []
         if slots:
@@ -384,6 +403,24 @@ class Unsharding:
                 )
             with torch.no_grad():
                 param.copy_(full.detach())
+
+
+def _is_tensor_parallel(param: Any) -> bool:
+    return type(param.shard_storage.layout) is TPShardLayout
+
+
+def _is_beside_data(param: Any) -> bool:
+    """Whether a parameter lies over a mesh of tensor parallelism that has no dim of data parallelism."""
+    return _is_tensor_parallel(param) and not param.shard_storage.layout.tp.data_dims
+
+
+def _versions_of(made: Sequence[Any]) -> list[int]:
+    """How often each full tensor was written to; of a DTensor through itself or its local tensor."""
+    versions = list(map(_VERSION_OF, made))
+    if TPShardLayout.num_made:
+        local = [full._local_tensor._version if isinstance(full, DTensor) else 0 for full in made]
+        versions = list(map(add, versions, local))
+    return versions
 
 
 def _sum_of_bits(tensor: Tensor) -> Tensor:
@@ -443,7 +480,7 @@ class Unshardings:
         if isinstance(self._context.settings.memory_budget, int):
             return False
         for unit in filter(_PARAMS_OF, self._context.units):
-            if unit.is_frozen or ((unit.is_mixed or not unit.is_whole) and eviction.reshards(unit)):
+            if unit.is_frozen or (not (unit.is_plain and unit.is_whole) and eviction.reshards(unit)):
                 return False
         return True
 
@@ -477,7 +514,7 @@ def _unshard_again(unit: Unit, slot: int) -> Tensor:
     """The full tensor of one parameter, for one use of it in a part of a forward that runs again."""
     with _beside_modes():
         fulls = unit.copies.fulls()
-        full: Tensor = _Unshard.of(unit, None, UnshardedParameter.of, [fulls[slot]], [unit.params[slot]])[0]
+        full: Tensor = _Unshard.of(unit, None, unsharded, [fulls[slot]], [unit.params[slot]])[0]
     return full
 
 
@@ -493,6 +530,18 @@ class _Saved(NamedTuple):
     param: Any
     num_writes: int
     view: SavedView
+
+
+class _SavedDTensor(NamedTuple):
+    """A view of a full tensor that is a DTensor over the mesh of tensor parallelism.
+
+    Args:
+        local: Its local tensor.
+        spec: How it lies over that mesh.
+    """
+
+    local: _Saved
+    spec: DTensorSpec
 
 
 class _Kept(NamedTuple):
@@ -525,7 +574,10 @@ def _pack(tensor: Tensor) -> Any:
         known = None
     if known is not None and (saved := _saved(tensor, known())) is not None:
         return saved
-    if tensor.requires_grad and (type(tensor) is Tensor or not isinstance(tensor, ShardedTensor)):
+    kind = type(tensor)
+    if kind in _DTENSORS and (saved_dtensor := _saved_dtensor(tensor)) is not None:
+        return saved_dtensor
+    if tensor.requires_grad and (kind is Tensor or not isinstance(tensor, ShardedTensor)):
         tensor = tensor.detach()  # but for views of sharded ones, which are no results
     version = tensor._version
     return _new(_Kept, (tensor, version)) if version else tensor
@@ -538,6 +590,8 @@ def _unpack(saved: Any) -> Tensor:
     if kind is _Saved:
         return _restored(saved)
     if kind is not _Kept:
+        if kind is _SavedDTensor:
+            return DTensor(_restored(saved.local), saved.spec, requires_grad=False)
         if not saved._version:
             return saved
         saved = saved, 0
@@ -556,13 +610,17 @@ def _hooks_over(pack_below: _Hook, unpack_below: _Hook) -> tuple[_Hook, _Hook]:
             known = FULL_TENSORS.get(storage_address(tensor))
         except NotImplementedError:
             known = None
-        saved = _saved(tensor, known()) if known is not None else None
+        saved: Any = _saved(tensor, known()) if known is not None else None
+        if type(tensor) in _DTENSORS:
+            saved = _saved_dtensor(tensor)
         return pack_below(tensor) if saved is None else saved
 
     pack.is_own = True  # type: ignore[attr-defined]
 
     @skipped
     def unpack(saved: Any) -> Any:
+        if type(saved) is _SavedDTensor:
+            return DTensor(_restored(saved.local), saved.spec, requires_grad=False)
         return _restored(saved) if type(saved) is _Saved else unpack_below(saved)
 
     return pack, unpack
@@ -660,6 +718,14 @@ def _restored(saved: _Saved) -> Tensor:
         with _disable_current_modes():  # a checkpoint's counts operations, to find them again
             return view.of(param.gather_source.full_in_backward(param.gather_slot, view.dtype))
     return view.of(param.gather_source.full_in_backward(param.gather_slot, view.dtype))
+
+
+def _saved_dtensor(tensor: Any) -> _SavedDTensor | None:
+    """As `_saved`, of a DTensor; its local tensor lies in the memory of the unit, if anything does."""
+    local = tensor._local_tensor
+    known = FULL_TENSORS.get(storage_address(local))
+    saved = _saved(local, known()) if known is not None else None
+    return _SavedDTensor(saved, tensor._spec) if saved is not None else None
 
 
 def _beside_modes() -> AbstractContextManager[Any]:

@@ -285,6 +285,11 @@ def distinct_groups(tensor: Any) -> list[ShardGroup]:
     return groups
 
 
+def place_among_ranks(tensor: Any) -> tuple[tuple[int, int], ...]:
+    """Of all groups of ranks that hold different parts of a tensor, this rank's number and how many they are."""
+    return tuple((group.rank, group.num_ranks) for group in distinct_groups(tensor))
+
+
 def tp_operand(local: Tensor, tensor: Any) -> Tensor:
     """What data parallelism has gathered of a ShardedTensor, as an operand: a DTensor, if it lies over another mesh."""
     layout = tensor.shard_storage.layout

@@ -27,6 +27,7 @@ from dshard.tensor.meshes import (
     is_in_forward,
     lie_of,
     part_of,
+    place_among_ranks,
     placements_of,
     tp_layout_of,
     tp_operand,
@@ -484,6 +485,7 @@ class ShardedTensor(ShardedBase):
     _dispatch: ClassVar[Callable[..., Any]]  # bound by dshard.tensor, which knows both the class and the op table
     _dispatch_beside: ClassVar[Callable[..., Any]]  # the same, where a plain DTensor is among the operands
     adopt: ClassVar[Callable[["ShardedTensor"], None] | None] = None  # bound by dshard.runtime
+    runs_forward: ClassVar[Callable[[], bool] | None] = None  # whether one of a sharded model runs; so, too
 
     @classmethod
     def shard(
@@ -763,6 +765,7 @@ class ShardedTensor(ShardedBase):
             is_param,
             self.wire_precision,
             self.base_place,
+            place_among_ranks(self),
         )
 
     @classmethod

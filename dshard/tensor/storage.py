@@ -16,10 +16,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from dshard.collectives import is_storage_held
+from dshard.errors import StateError
 from dshard.interpreter import is_on_stack, is_referred_to
 from dshard.layout import ShardLayout
 from dshard.policies import Precision
-from dshard.tensor.meshes import group_of, note_groups, tp_layout_of
+from dshard.tensor.meshes import group_of, note_groups, place_among_ranks, tp_layout_of
 from dshard.tensor.views import View
 
 
@@ -595,13 +596,24 @@ def rebuild(
     is_param: bool,
     precision: Precision | None,
     own_place: tuple[DeviceMesh, int | None] | None = None,
+    held_by: tuple[tuple[int, int], ...] | None = None,
 ) -> Any:
-    """Make a ShardedTensor of what a pickle holds of one."""
+    """Make a ShardedTensor of what a pickle holds of one.
+
+    Raises:
+        StateError: Another rank has written it, with another shard.
+    """
     tp = tp_layout_of(layout)
     mesh = spec.mesh if tp is None else tp.data_mesh
     note_groups(mesh)
     group = group_of(mesh)
     out = cls.wrap(ShardStorage(shard, layout, is_shared=True), spec, group, name=name)
+    if held_by is not None and held_by != (here := place_among_ranks(out)):
+        written, read = (", ".join(f"rank {rank} of {size}" for rank, size in each) for each in (held_by, here))
+        raise StateError(
+            f"{name}: a pickled shard must be read by the rank that wrote it, but {written} did, and this is {read}. "
+            "Write full_tensor() of it on all ranks, or use dshard.checkpoint.save or dshard.save_safetensors."
+        )
     out.wire_precision, out.base_place = precision, own_place
     out.requires_grad_(requires_grad)
     if is_param:

@@ -107,10 +107,10 @@ def _why_untraceable(tensor: Any) -> str:
             "torch.compile does not take parameters of tensor subclasses yet, but this one's shard is a "
             f"{type(tensor.shard_storage.tensor).__name__}. Call the model without torch.compile."
         )
-    if tensor.offload is not None:
+    if tensor.offload is not None and not getattr(tensor.gather_source, "is_running", False):
         return (
-            "torch.compile does not take offloaded parameters (offload_policy) yet. Call the model without "
-            "torch.compile, or leave offload_policy out."
+            "torch.compile takes offloaded parameters (offload_policy) in forwards of sharded models alone, but none "
+            "runs. Compile the model or its blocks in place, by compile(), or leave offload_policy out."
         )
     if tensor.is_view and not getattr(tensor._view.base.gather_source, "is_traced", False):
         return (

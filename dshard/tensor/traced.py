@@ -77,7 +77,8 @@ class TracedGather:
 
 _LIBRARY = torch.library.Library("dshard", "DEF")
 _LIBRARY.define(
-    "gather(Tensor shard, int[] shape, int[] stride, int dim, str group, ScalarType dtype, bool is_own) -> Tensor",
+    "gather(Tensor shard, int[] shape, int[] stride, int dim, str group, ScalarType dtype, Device device, bool is_own)"
+    " -> Tensor",
     tags=(torch.Tag.cudagraph_unsafe,),  # a replay would not look whether a copy is stale
 )
 _LIBRARY.define("written(Tensor shard) -> ()")
@@ -94,9 +95,16 @@ _LIBRARY.impl("written", note_write_to, "CompositeExplicitAutograd")
 
 @torch.library.register_fake("dshard::gather", lib=_LIBRARY)
 def _gather_fake(
-    shard: Tensor, shape: list[int], stride: list[int], dim: int, group: str, dtype: torch.dtype, is_own: bool
+    shard: Tensor,
+    shape: list[int],
+    stride: list[int],
+    dim: int,
+    group: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    is_own: bool,
 ) -> Tensor:
-    return torch.empty_strided(shape, stride, dtype=dtype, device=shard.device)
+    return torch.empty_strided(shape, stride, dtype=dtype, device=device)
 
 
 class TracedSource:
@@ -140,15 +148,15 @@ class TracedSource:
     def _gathered(self) -> Tensor:
         tensor = self.params[0]
         layout, shard, stride = tensor.shard_layout, tensor.shard_storage.resolve(), tensor.stride()
+        device = tensor.device  # where it is used, which need not be where the shard is kept
         if layout.dim is None and layout.num_ranks == 1:
-            shard = shard.to(tensor.storage_dtype)
+            shard = shard.to(device, tensor.storage_dtype)
             return shard if shard.stride() == stride else restrided(shard, stride)
         dim = -1 if layout.dim is None else layout.dim
         gather = torch.ops.dshard.gather.default
         lower_gathers(gather)
-        gathered: Tensor = gather(
-            shard, list(layout.shape), list(stride), dim, tensor.shard_group.name, tensor.storage_dtype, is_own=True
-        )
+        shape, dtype = list(layout.shape), tensor.storage_dtype
+        gathered: Tensor = gather(shard, shape, list(stride), dim, tensor.shard_group.name, dtype, device, is_own=True)
         return gathered
 
     def full_in(self, slot: int, dtype: torch.dtype, use: Use | None = None) -> Tensor:

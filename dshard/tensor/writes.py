@@ -272,23 +272,44 @@ def renorm(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
 
 
 def random_inplace(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
-    """`normal_` and its kind: every rank draws what the unsharded tensor would get, and keeps its part."""
+    """`normal_` and its kind: every rank draws what the unsharded tensor would get, and keeps its part.
+
+    A temporary of a forward becomes whole, with what this rank draws.
+    """
     target = args[0]
     if not isinstance(target, ShardedTensor):
         return func(target, *materialize(args[1:]), **materialize(kwargs))
+    base = target.base
+    if not base.shard_storage.is_shared and _is_of_forward(base):
+        if base.shard_layout.dim is not None:
+            base.become_whole()
+        _write_through(target, lambda view: func(view, *materialize(args[1:]), **materialize(kwargs)))
+        return target
     with _agreed_generator(_drawers(target), target.device, kwargs.get("generator")):
         _write_through(target, lambda view: func(view, *materialize(args[1:]), **materialize(kwargs)))
     return target
 
 
 def random_factory(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
-    """`rand_like` and its kind: a tensor of the same layout that holds what the unsharded tensor would get."""
+    """`rand_like` and its kind: a tensor of the same layout that holds what the unsharded tensor would get.
+
+    In a forward it is a plain one, with what this rank draws, as of the full tensors that stand there from the second
+    step on.
+    """
     source = args[0]
+    if _is_of_forward(source):
+        return func(empty_as(source), *materialize(args[1:]), **kwargs)
     with _agreed_generator(_drawers(source), source.device, kwargs.get("generator")):
         full = func(empty_as(source), *materialize(args[1:]), **kwargs)
     if source._view is not None:
         return full
     return source.like(part_of(full, source.shard_layout, source.shard_group.rank).clone())
+
+
+def _is_of_forward(tensor: ShardedTensor) -> bool:
+    """Whether a forward makes something of a tensor that means a plain one there."""
+    is_plain = tp_layout_of(tensor.shard_storage.layout) is None and not is_traced(tensor)
+    return is_plain and ShardedTensor.runs_forward is not None and ShardedTensor.runs_forward()
 
 
 def _drawers(tensor: ShardedTensor) -> ShardGroup:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from dshard import collectives
 from dshard.autograd import in_backward, outside_autograd, profiled
@@ -225,7 +226,8 @@ class SavedView:
     is_whole: bool
 
     def of(self, full: Tensor) -> Tensor:
-        """It, of the full tensor."""
+        """It, of the full tensor; of a DTensor, of its local tensor."""
+        full = full._local_tensor if isinstance(full, DTensor) else full
         return full if self.is_whole else full.as_strided(self.size, self.stride, full.storage_offset() + self.start)
 
 
@@ -444,7 +446,9 @@ class Copies:
         return self._fulls
 
     def _note_memory(self, fulls: list[Tensor]) -> None:
-        """Have full tensors found by their memory."""
+        """Have full tensors found by their memory; DTensors by that of their local tensors."""
+        if TPShardLayout.num_made:
+            fulls = [full._local_tensor if isinstance(full, DTensor) else full for full in fulls]
         starts: list[Any] = [full.storage_offset() for full in fulls]
         if self._are_in_one:
             if self._lie[0] is not self._gathered_by or self._lie[1] != starts:

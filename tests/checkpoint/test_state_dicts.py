@@ -2,10 +2,14 @@
 
 import copy
 import io
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
 
+import dshard
 from dshard.testing import WorldPool
 from tests.models import COLUMNS, ROWS, mlp
 from tests.twins import same_weights, shard_children, twins
@@ -62,3 +66,19 @@ def saved_state(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["sharded", "full", "deepcopy"])
 def test_a_state_dict_is_saved_and_loaded_sharded_and_full(worlds: WorldPool, kind):
     worlds.run(2, saved_state, kind)
+
+
+def read_what_another_wrote(path: Any) -> None:
+    model = dshard.fully_shard(nn.Linear(4, 4), sync="broadcast")
+    if dist.get_rank() == 0:
+        torch.save(model.state_dict(), path)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        model.load_state_dict(torch.load(path))
+        return
+    with pytest.raises(dshard.StateError, match=r"weight: .* but rank 0 of 2 did, and this is rank 1 of 2"):
+        torch.load(path)
+
+
+def test_a_pickled_shard_is_read_by_its_rank_alone(worlds: WorldPool, tmp_path):
+    worlds.run(2, read_what_another_wrote, tmp_path / "state.pt")

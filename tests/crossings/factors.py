@@ -51,7 +51,6 @@ REFUSED: dict[str, Constraint] = {
     "slices of DTensors": _cannot("it is a DTensor of its own", strategy="split(2)", mesh="TP"),
     "slices of offloaded": _cannot("it is offloaded", strategy="split(2)", offload="Offload"),
     "slices of columns": _cannot("it is cut along dim 1", strategy="split(2)", placement="last dim"),
-    "compiled and offloaded": _cannot("does not take offloaded parameters", compile="blocks", offload="Offload"),
     "compiled DTensors": _cannot(
         "does not take parameters that are cut over another mesh", compile="blocks", mesh="TP"
     ),

@@ -7,6 +7,7 @@ is not, bit for bit.
 
 import copy
 import io
+import warnings
 from dataclasses import replace
 from functools import cache
 from types import SimpleNamespace
@@ -570,3 +571,39 @@ def count_copies(kind: str) -> list[int]:
 
 def test_a_unit_is_copied_at_once_for_each_gather_and_its_gradients_once_and_each_copy_is_awaited(run):
     assert run(2, count_copies) == [[3 + 3 + 1, 4, 7 + 4]] * 2
+
+
+def in_forwards(kind: str, is_compiled: bool, precision: Any) -> Any:
+    """Losses and weights of three steps, and what stood in the place of parameters."""
+    warnings.simplefilter("ignore")  # of dynamo's own
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model, mesh, options = Net(), mesh_of(kind), {"mp_policy": precision}
+    for block in model.blocks:
+        if is_compiled:
+            block.compile(backend="aot_eager", fullgraph=True)
+        dshard.fully_shard(block, mesh=mesh, offload_policy=policy_of(kind), **options)
+    dshard.fully_shard(model, mesh=mesh, offload_policy=policy_of(kind), **options)
+    kinds: list[str] = []
+    model.large.register_forward_pre_hook(lambda module, _: kinds.append(type(module.weight).__name__))
+    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-2), []
+    for step in range(3):
+        loss = loss_of(model, batch(kind, step))
+        loss.backward()
+        dshard.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, {name: param.full_tensor().cpu() for name, param in model.named_parameters()}, kinds
+
+
+@pytest.mark.parametrize("precision", [None, MixedPrecisionPolicy(torch.bfloat16, torch.float32)], ids=["fp32", "bf16"])
+def test_full_tensors_stand_in_forwards_and_compiled_blocks_take_them(run, request, precision):
+    """On the simulated device nothing is compiled: torch has rules for each kind of device, and none for this one."""
+    eager = run(2, in_forwards, False, precision)
+    assert eager[0][2] == ["OffloadedShardedTensor", "UnshardedParameter", "UnshardedParameter"]
+    if "sim" in request.node.name:
+        return
+    for (losses, weights, _), (others, compiled, _) in zip(eager, run(2, in_forwards, True, precision), strict=True):
+        assert losses == others
+        assert [name for name, value in weights.items() if not torch.equal(value, compiled[name])] == []

@@ -1,11 +1,12 @@
 """Optimizers that step inside of backward."""
 
 from collections import Counter
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 import dshard
 from dshard.testing import WorldPool
@@ -66,3 +67,37 @@ def in_backward(name: str, when: str) -> Report:
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 def test_an_optimizer_in_backward_trains_as_one_after_it(worlds: WorldPool, num_ranks, name, when):
     check(worlds, num_ranks, "in backward", in_backward, name, when)
+
+
+def step_alone(optimizer: torch.optim.Optimizer, param: Tensor) -> None:
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def in_backward_of_blocks(strategy: str) -> None:
+    """Where full tensors stay until backward, a step of one parameter is no write to what autograd still uses."""
+    models = []
+    for is_sharded in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)) for _ in range(2)])
+        models.append(model)
+        if is_sharded:
+            for block in model:
+                dshard.fully_shard(block, strategy=strategy)
+            dshard.fully_shard(model, strategy=strategy)
+        for param in model.parameters():
+            param.register_post_accumulate_grad_hook(partial(step_alone, torch.optim.SGD([param], lr=0.05)))
+        for _ in range(3):
+            model(torch.ones(4, 8)).square().mean().backward()
+    plain, sharded = models
+    assert differences(weights(sharded), weights(plain), 1e-6) == []
+    loss = sharded(torch.ones(4, 8)).square().mean()
+    with torch.no_grad():
+        sharded[1][2].weight.mul_(2)  # which its own gradient is computed with, and that of the layer before
+    with pytest.raises(RuntimeError, match="has been modified by an inplace operation"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("strategy", ["full", "zero2", "ddp", "keep"])
+def test_an_optimizer_in_backward_steps_blocks_that_stay_gathered(worlds: WorldPool, strategy):
+    worlds.run(2, in_backward_of_blocks, strategy)

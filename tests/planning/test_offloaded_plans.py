@@ -141,11 +141,16 @@ def test_a_plan_says_where_its_rates_are_from_and_that_nobody_measured_them():
     assert "is not measured" in costs
 
 
-def test_what_torch_compile_cannot_take_is_not_planned_for():
+def test_a_compiled_model_computes_faster_and_its_copies_take_as_long():
     cluster = cluster_of(TITAN, 4, profile="published")
-    for offload in ("all", "auto"):
-        with pytest.raises(dshard.PlanError, match=f"is_compiled and offload='{offload}' do not go together"):
-            planned(offload, cluster, profile="published", training=Training(is_compiled=True))
+    eager, compiled = (
+        planned("all", cluster, profile="published", training=Training(is_compiled=is_compiled))
+        for is_compiled in (False, True)
+    )
+    assert compiled.step_s < eager.step_s
+    assert [unit.home_s_per_byte for unit in compiled.model.units] == [
+        unit.home_s_per_byte for unit in eager.model.units
+    ]
 
 
 def test_times_that_are_measured_here_tell_nothing_of_copies():

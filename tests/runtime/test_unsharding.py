@@ -873,3 +873,48 @@ def kept_past_the_forward() -> bool:
 
 def test_a_full_tensor_that_is_kept_stays_what_it_is(worlds: WorldPool):
     assert worlds.run(2, kept_past_the_forward) == [True] * 2
+
+
+class Noisy(nn.Module):
+    """Draws noise like its weight."""
+
+    def __init__(self, draw: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.weight, self.draw, self.noise = nn.Parameter(torch.ones(8, 8)), draw, torch.zeros(())
+
+    def forward(self, x: Tensor) -> Tensor:
+        noise: Any = self.draw(self.weight)
+        self.noise = (noise.full_tensor() if isinstance(noise, dshard.ShardedTensor) else noise).detach().clone()
+        return x @ (self.weight + 0.1 * noise)
+
+
+DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "randn_like": torch.randn_like,
+    "normal_": lambda weight: torch.empty_like(weight).normal_(),
+    "uniform_": lambda weight: torch.zeros_like(weight).uniform_(),
+    "dropout": lambda weight: nn.functional.dropout(weight, 0.5),
+}
+
+
+def noises(how: str, checkpoints: bool) -> list[Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(Noisy(DRAWS[how]), nn.Tanh(), Noisy(DRAWS[how]))
+    dshard.fully_shard(model[0])
+    dshard.fully_shard(model)
+    torch.manual_seed(10 + dist.get_rank())
+    found = []
+    for _ in range(3):
+        x = torch.ones(1, 8, requires_grad=True)
+        y = checkpoint(model, x, use_reentrant=False) if checkpoints else model(x)
+        in_forward = [model[0].noise, model[2].noise]
+        y.sum().backward()
+        assert all(torch.equal(a, b) for a, b in zip(in_forward, [model[0].noise, model[2].noise], strict=True))
+        found += in_forward
+    return found
+
+
+@pytest.mark.parametrize("checkpoints", [False, True])
+@pytest.mark.parametrize("how", DRAWS)
+def test_noise_of_a_forward_is_each_ranks_own_from_the_first_step_on(worlds: WorldPool, how, checkpoints):
+    first, second = worlds.run(2, noises, how, checkpoints)
+    assert [i for i, (a, b) in enumerate(zip(first, second, strict=True)) if torch.equal(a, b)] == []

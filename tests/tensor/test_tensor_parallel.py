@@ -237,3 +237,100 @@ def test_a_penalty_on_a_full_value_adds_to_the_gradients_of_a_forward(worlds: Wo
     for found, expected in worlds.run(4, penalized, (2, 2), when, rows):
         for own, right in zip(found, expected, strict=True):
             torch.testing.assert_close(own, right, rtol=1e-12, atol=1e-12)
+
+
+class Beside(nn.Module):
+    """Plain parameters beside DTensors, in units of their own; one whose forward begins to write in its second step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.scale, self.down = nn.Linear(WIDTH, HIDDEN), Scale(), nn.Linear(HIDDEN, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.scale(self.up(x)))
+
+
+class Scale(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(HIDDEN))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
+def in_forwards() -> list[list[str]]:
+    tp = mesh_of((2, 2))["tp"]
+    kinds: list[list[str]] = []
+    results = []
+    for is_sharded in (False, True):
+        torch.manual_seed(0)
+        model = Beside().double()
+        if is_sharded:
+            plan = {"up": ColwiseParallel(use_local_output=False), "down": RowwiseParallel()}
+            parallelize_module(model, tp, plan)
+            for module in model.children():
+                dshard.fully_shard(module, mesh=mesh_of((2, 2))["dp"])
+            dshard.fully_shard(model, mesh=mesh_of((2, 2))["dp"])
+            for module in model.children():
+                module.register_forward_pre_hook(
+                    lambda module, _: kinds.append(
+                        [type(module.weight).__name__, isinstance(module.weight, nn.Parameter)]
+                    )
+                )
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        losses = []
+        for step in range(3):
+            loss = model(torch.full((4, WIDTH), 0.1 * (step + 1), dtype=torch.float64)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        results.append(losses)
+    assert results[1] == pytest.approx(results[0], abs=1e-12)
+    return kinds
+
+
+def test_dtensors_stand_in_forwards_and_plain_parameters_beside_them_stay_sharded(worlds: WorldPool):
+    """A plain tensor beside a DTensor is an error of torch's; a sharded one means its value on all ranks."""
+    for kinds in worlds.run(4, in_forwards):
+        assert kinds[:3] == [["ShardedTensor", True]] * 3
+        assert kinds[3:] == [["UnshardedDTensor", True], ["ShardedTensor", True], ["UnshardedDTensor", True]] * 2
+
+
+class LateWriter(nn.Linear):
+    """Writes to its weight from its second forward on, by what it is told."""
+
+    num_calls = 0
+    way = ""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.num_calls += 1
+        if self.num_calls > 1:
+            with torch.no_grad():
+                target: Any = self.weight.to_local() if self.way == "local" else getattr(self.weight, self.way)
+                (target() if callable(target) else target).mul_(0.5)
+        return super().forward(x)
+
+
+def late_writes(way: str) -> None:
+    mesh = mesh_of((2, 2))
+    torch.manual_seed(0)
+    layer = LateWriter(WIDTH, HIDDEN).double()
+    layer.way, before = way, layer.weight.detach().clone()
+    model = nn.Sequential(layer)
+    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel()})
+    dshard.fully_shard(model, mesh=mesh["dp"])
+    x = torch.ones(2, WIDTH, dtype=torch.float64)
+    with torch.no_grad():
+        model(x)
+        try:
+            model(x)
+        except dshard.StateError:  # where ranks of a host share the memory: once, and not in silence
+            return
+    assert torch.equal(layer.weight.full_tensor(), before * 0.5)
+
+
+@pytest.mark.parametrize("way", ["detach", "data", "local"])
+def test_a_forward_that_begins_to_write_to_a_dtensor_reaches_the_shards_or_raises(worlds: WorldPool, way):
+    worlds.run(4, late_writes, way)
