@@ -1,9 +1,10 @@
 """Gradient clipping over sharded and plain parameters together."""
 
 import warnings
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -47,15 +48,14 @@ def clip_grad_norm_(
 
     Raises:
         ArgumentError: A number is none that is allowed, or something among the parameters is no tensor.
-        DivergenceError: The norm is not finite and `error_if_nonfinite` is set; the ranks were given different numbers
-            (on a backend that runs its own collectives: at the end of the next backward); or ranks that share a
+        DivergenceError: The norm is not finite and `error_if_nonfinite` is set; the ranks were given other gradients or
+            numbers (on a backend that runs its own collectives: at the end of the next backward); or ranks that share a
             gradient came to different norms, because their other parameters differ. On every rank alike.
 
     Communicates:
         One all-reduce of 8 bytes for each process group that holds some of the parameters (for DTensor parameters one
-        more along each dim that cuts them), whose header compares the numbers, and for those that hold replicas one of
-        4; where there are several groups, another one of 16 bytes for
-        each, to compare the norms.
+        more along each dim that cuts them), whose header compares what they were given, and for those that hold
+        replicas one of 4; where there are several groups, another one of 16 bytes for each, to compare the norms.
 
     Source: `torch.nn.utils.clip_grad_norm_`, whose rule and epsilon it follows.
     """
@@ -128,11 +128,11 @@ def _checked(max_norm: Any, norm_type: Any, error_if_nonfinite: Any) -> dict[str
 
 
 def _told(max_norm: Any, norm_type: Any, error_if_nonfinite: Any) -> str:
-    """Numbers that all ranks must be given alike; the end of it is what a message of another rank's shows."""
+    """Numbers that all ranks must be given alike, behind the gradients: a message shows the end of another rank's."""
     given = {"error_if_nonfinite": error_if_nonfinite, "norm_type": norm_type, "max_norm": max_norm}
     defaults = {"error_if_nonfinite": False, "norm_type": 2.0}
     texts = {name: shown(value) for name, value in given.items() if shown(value) != str(defaults.get(name))}
-    return f"({', '.join(f'{name}={text}' for name, text in texts.items())})"
+    return f"{', '.join(f'{name}={text}' for name, text in texts.items())})"
 
 
 def _total_norm(grads: Sequence[Tensor], order: float, told: str) -> Tensor:
@@ -157,7 +157,7 @@ def _total_norm(grads: Sequence[Tensor], order: float, told: str) -> Tensor:
             if (shard := grad.shard_storage.resolve()).numel():
                 known = grad.shard_storage.known_norm(torch.float64, order)
                 norms.append(known if known is not None else _norm(shard, order))
-    alike = _Agreement(told)
+    alike = _Agreement(told, grads)
     parts = [_part([_norm(each, order) for each in whole if each.numel()], order, device)]
     for groups, norms in cut.values():
         op = ReduceOp.MAX if order == float("inf") else ReduceOp.SUM
@@ -167,7 +167,7 @@ def _total_norm(grads: Sequence[Tensor], order: float, told: str) -> Tensor:
         parts.append(part.to(device))
     together = torch.stack(parts)
     norm = together.amax() if order == float("inf") else together.sum().pow(1.0 / order)  # in fp64
-    alike.compare(grads)
+    alike.compare()
     if len(cut) > 1:
         every = {id(group.process_group): group for groups, _ in cut.values() for group in groups}
         _check_agreement(norm, list(every.values()))
@@ -177,24 +177,38 @@ def _total_norm(grads: Sequence[Tensor], order: float, told: str) -> Tensor:
     return AgreedTensor.of(norm, mesh) if mesh is not None else norm
 
 
+def _is_sharded(grad: Any) -> TypeGuard[ShardedTensor]:
+    return isinstance(grad, ShardedTensor)
+
+
 class _Agreement:
-    """Whether the ranks were given the same numbers, which goes ahead of what they reduce.
+    """Whether the ranks were given the same gradients and numbers, which goes ahead of what they reduce.
 
     An error is kept until all groups were asked, and told to those that follow: their ranks wait for this one.
 
     Args:
         told: The numbers.
+        grads: The gradients.
     """
 
-    def __init__(self, told: str) -> None:
+    def __init__(self, told: str, grads: Sequence[Tensor]) -> None:
         self._told = told
         self._error: DivergenceError | None = None
         self._asked: set[str] = set()
+        self._groups: dict[str, tuple[ShardGroup, list[str]]] = {}  # that hold some gradients or replicas, and which
+        for grad in filter(_is_sharded, grads):
+            for group in groups_of(grad):
+                own: ShardGroup | None = group
+                while own is not None:
+                    self._groups.setdefault(own.name, (own, []))[1].append(grad.name)
+                    own = own.replicas
 
     def all_reduce(self, part: Tensor, group: ShardGroup, op: ReduceOp, *, is_check: bool = False) -> Tensor:
         """The part of all ranks of a group together."""
         self._asked.add(group.name)
-        told = self._told if self._error is None else "(max_norm=not the same everywhere)"
+        names = self._groups[group.name][1]
+        passed = f"{len(names)} named #{zlib.crc32(repr(names).encode()) & 0xFFFF:04x}"
+        told = f"(gradients={passed}, {self._told if self._error is None else 'max_norm=not the same everywhere)'}"
         try:
             sent = collectives.all_reduce([part], group, op, label=_WHO, arguments=told, is_check=is_check)
             return sent.wait()[0]
@@ -204,15 +218,11 @@ class _Agreement:
             self._error = self._error or error
             return part
 
-    def compare(self, grads: Sequence[Tensor]) -> None:
+    def compare(self) -> None:
         """Ask the other groups that share some gradients: replicas, of which each scales its own."""
-        for grad in grads:
-            for group in groups_of(grad) if isinstance(grad, ShardedTensor) else ():
-                own: ShardGroup | None = group
-                while own is not None:
-                    if own.num_ranks > 1 and own.name not in self._asked:
-                        self.all_reduce(torch.zeros(1, device=own.device_type), own, ReduceOp.MAX, is_check=True)
-                    own = own.replicas
+        for group, _ in self._groups.values():
+            if group.num_ranks > 1 and group.name not in self._asked:
+                self.all_reduce(torch.zeros(1, device=group.device_type), group, ReduceOp.MAX, is_check=True)
 
     def check(self) -> None:
         """Raise what was found."""

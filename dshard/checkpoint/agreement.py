@@ -9,10 +9,12 @@ import torch
 from torch import nn
 
 from dshard import collectives
-from dshard.collectives import ReduceOp, ShardGroup
-from dshard.errors import CheckpointError, DShardError
+from dshard.agreement import agree, checksum, of_all_ranks
+from dshard.collectives import ReduceOp, ShardGroup, tag_of
+from dshard.errors import CheckpointError, DivergenceError, DShardError
 from dshard.tensor import ShardedTensor
 from dshard.tensor.meshes import groups_of, joined_group
+from dshard.tensor.subclass_shards import exact_values
 
 _MAX_TEXT_BYTES = 2048  # of an error that travels to the other ranks
 _LABEL = "checkpoint"
@@ -34,6 +36,49 @@ def group_of(model: nn.Module) -> ShardGroup:
         widest = max(params, key=lambda p: math.prod(group.world_size for group in groups_of(p)))
         return joined_group(widest)
     raise CheckpointError("checkpoint: needs a sharded model, but it has no sharded parameter. Call fully_shard first.")
+
+
+def check_written_alike(model: nn.Module, group: ShardGroup) -> None:
+    """Raise on every rank where some have written to a parameter and others have not: shards would be of two steps.
+
+    Writes that gave replicas equal values again, as by a broadcast, are no matter.
+
+    Raises:
+        DivergenceError: Names the parameter, and how often each rank has written to it.
+
+    Communicates:
+        An all-reduce of 16 bytes per parameter; where some differ, up to three more for each of these.
+    """
+    params = {name: p for name, p in model.named_parameters() if isinstance(p, ShardedTensor)}
+    tags = torch.tensor([tag_of(p.shard_storage.signature) for p in params.values()], device=group.device_type)
+    same = agree(tags, group, _LABEL).tolist()
+    for name in [name for name, is_same in zip(params, same, strict=True) if not is_same]:
+        param = params[name]
+        is_right = torch.tensor([_replicas_are_equal(param)], dtype=torch.int64, device=group.device_type)
+        if collectives.all_reduce([is_right], group, ReduceOp.MIN, label=_LABEL, everywhere=True).wait()[0]:
+            continue
+        counts = ", ".join(of_all_ranks(str(param.shard_storage.num_writes), group))
+        raise DivergenceError(
+            f"{name}: all ranks must have written alike to a parameter that is saved, but by rank they have written "
+            f"{counts} times. One has skipped an optimizer.step(), or written by itself, most likely. Do it everywhere."
+        )
+
+
+def _replicas_are_equal(param: ShardedTensor) -> bool:
+    """Whether a parameter has replicas, all of which hold the same values, with shards that were written to alike."""
+    shard_group, storage = param.shard_group, param.shard_storage
+    copies = shard_group if storage.layout.dim is None else shard_group.replicas
+    if copies is None:
+        return False
+    total = checksum(exact_values(storage.resolve(), param.name)).view(1).to(copies.device_type)
+    is_equal = bool(agree(total, copies, _LABEL))
+    if storage.layout.dim is None:
+        return is_equal
+    tag = torch.tensor([tag_of(storage.signature)], device=shard_group.device_type)
+    most, least = (
+        collectives.all_reduce([tag], shard_group, op, label=_LABEL).wait()[0] for op in (ReduceOp.MAX, ReduceOp.MIN)
+    )
+    return is_equal and bool(most == least)
 
 
 def together(group: ShardGroup, action: Callable[[], T], what: str) -> T:

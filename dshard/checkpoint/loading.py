@@ -66,23 +66,24 @@ def load(
             tensor and both values. Or a module raised in `set_extra_state`. On every rank alike; nothing was changed.
         StateError: Something refers to a parameter on the meta device, which cannot get memory then. On the other
             ranks it is a CheckpointError; nothing was changed.
-        DivergenceError: The ranks pass different optimizers, or one of them none. On every rank alike; nothing was
-            changed.
+        DivergenceError: The ranks pass different folders or optimizers, or one of them no optimizer. On every rank
+            alike; nothing was changed.
 
     Communicates:
         Some all-reduces of a few bytes, and no values.
     """
     group = group_of(arguments.module("checkpoint.load", "model", model))
-    with refused_together("checkpoint.load", ["optimizer"], group):
+    with refused_together("checkpoint.load", ["directory", "optimizer"], group):
+        arguments.path("checkpoint.load", "directory", directory)
         arguments.optimizers("checkpoint.load", "optimizer", optimizer)
         described = contents.described_optimizers(optimizer)
-    check_same("checkpoint.load", {"optimizer": described}, group)
+        path = str(Path(directory).absolute())
+    check_same("checkpoint.load", {"directory": path, "optimizer": described}, group)
     if (earlier := pending_save(group)) is not None:
         earlier.result()
     what = f"{directory}: a checkpoint must be readable, and as save wrote it"
 
     def choose() -> tuple[str, Manifest | None]:
-        arguments.path("checkpoint.load", "directory", directory)
         if group.world_rank:
             return "", None
         path, manifest, passed_over = find(Path(directory))

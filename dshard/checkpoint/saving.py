@@ -35,7 +35,7 @@ from torch.optim import Optimizer
 from dshard import arguments, collectives
 from dshard.agreement import agree as equal_on_ranks
 from dshard.agreement import check_same, versions
-from dshard.checkpoint.agreement import FollowingError, group_of, share, together
+from dshard.checkpoint.agreement import FollowingError, check_written_alike, group_of, share, together
 from dshard.checkpoint.contents import Contents, optimizers_by_prefix
 from dshard.checkpoint.disk import closing, open_regular, partial_name, read_padded, write_whole
 from dshard.checkpoint.files import Piece, StoredFile, write_file
@@ -99,11 +99,13 @@ def save(
     Raises:
         CheckpointError: It cannot be written, or something else is in its place. On every rank alike; the checkpoint
             that was there is as it was.
-        DivergenceError: The ranks pass different arguments. On every rank alike.
+        DivergenceError: The ranks pass different arguments, or some have written to a parameter and others have not.
+            On every rank alike.
         StateError: A tensor is on the meta device. On every rank alike.
 
     Communicates:
-        Some all-reduces of a few bytes, one of 16 bytes for each buffer and number of an optimizer, and one of 2 KiB;
+        Some all-reduces of a few bytes, one of 16 bytes for each parameter, buffer and number of an optimizer, and one
+        of 2 KiB;
         no values but those of views, and of DTensors that fully_shard did not take, which are gathered.
     """
     group = group_of(arguments.module("checkpoint.save", "model", model))
@@ -127,6 +129,7 @@ def save(
     target, contents = together(group, prepare, what)
     facts = {"directory": str(target), **{name: repr(value) for name, value in given.items()}}
     check_same("checkpoint.save", {**facts, **contents.listed()}, group)
+    check_written_alike(model, group)
     sums = torch.tensor(contents.sums, dtype=torch.int64, device=group.device_type)
     are_alike = equal_on_ranks(sums, group, "checkpoint").tolist()
     folder = target.with_name(share(group, partial_name(target).name if group.world_rank == 0 else ""))

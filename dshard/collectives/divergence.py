@@ -140,11 +140,14 @@ def _check_arguments(own: str, other: str, rank: int) -> None:
     head, is_whole, there = other.rpartition("(")
     if not (own.endswith(")") and other.endswith(")") and "=" in here and "=" in there and who.endswith(head)):
         return
+    if not is_whole:
+        there = there.partition(", ")[2]  # the first name may be cut
     mine, theirs = (
         dict(part.split("=", 1) for part in text.removesuffix(")").split(", ") if "=" in part) for text in (here, there)
     )
     unknown = "its default" if is_whole else "another"
-    for name in [*mine, *theirs]:
+    both = [name for name in mine if name in theirs]
+    for name in [*both, *theirs, *mine]:  # those last that the cut may have taken
         value, others = mine.get(name, "its default"), theirs.get(name, unknown)
         if value != others:
             raise DivergenceError(

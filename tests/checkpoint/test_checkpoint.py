@@ -23,7 +23,7 @@ import dshard
 from dshard.checkpoint import contents, load, save
 from dshard.checkpoint.files import BLOCK_BYTES
 from dshard.tensor.views import bytes_of
-from dshard.testing import WorldPool
+from dshard.testing import WorldPool, expect_error
 from dshard.testing.strategies import world_sizes
 from tests.checkpoint.checkpoints import (
     FROZEN,
@@ -694,3 +694,48 @@ def with_shared_states(path: Path) -> list[bool]:
 
 def test_states_that_share_memory_share_it_after_a_load(worlds: WorldPool, tmp_path):
     assert worlds.run(2, with_shared_states, tmp_path / "s") == [[True] * 6] * 2
+
+
+def skip_a_step(path: Path, strategy: str) -> None:
+    model = made(Recipe(((4, 6), (3,))), strategy)
+    optimizer = optimizers_of("sgd", model)
+    train(model, optimizer, 1)
+    save(path, model, optimizer)
+    if dist.get_rank() == 0:
+        with torch.no_grad():
+            next(iter(model.parameters())).mul_(2)  # as a step that the other rank has skipped
+    save(path, model, optimizer)
+
+
+@pytest.mark.parametrize("strategy", ["full", "ddp"])
+def test_no_checkpoint_holds_shards_of_two_steps(worlds: WorldPool, tmp_path, strategy):
+    for kind, text in expect_error(worlds.get_world(2), skip_a_step, tmp_path / "saved", strategy):
+        assert kind == "DivergenceError"
+        assert re.search(
+            r": all ranks must have written alike to a parameter that is saved, but by rank .* \d, \d times", text
+        )
+
+
+def equal_again(path: Path) -> None:
+    model = made(Recipe(((4, 6), (3,))), "ddp")
+    param = next(iter(model.parameters()))
+    if dist.get_rank() == 0:
+        with torch.no_grad():
+            param.mul_(2)
+    dist.broadcast(param.to_local(), 0)
+    save(path, model)
+
+
+def test_replicas_that_were_made_equal_again_are_saved(worlds: WorldPool, tmp_path):
+    worlds.run(2, equal_again, tmp_path / "saved")
+
+
+def load_others(path: Path) -> None:
+    model = made(Recipe(((4, 6),)), "full")
+    load(path / str(dist.get_rank()), model)
+
+
+def test_ranks_that_load_from_other_folders_are_told_of_both(worlds: WorldPool, tmp_path):
+    for kind, text in expect_error(worlds.get_world(2), load_others, tmp_path):
+        assert kind == "DivergenceError"
+        assert re.search(r"must pass the same directory, but it is '.*/0' on rank 0 and '.*/1' on rank 1", text)

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 import dshard
-from dshard.testing import WorldPool
+from dshard.testing import WorldPool, expect_error
 from tests.optimizer.kit import (
     NUM_STEPS,
     TOLERANCE,
@@ -213,3 +213,16 @@ def test_norms_of_sharded_gradients_have_full_tensors(worlds: WorldPool):
     for found in worlds.run(2, have_full_tensors):
         assert len(found) > 3
         assert all(found)
+
+
+def clip_others(strategy: str) -> None:
+    model = dshard.fully_shard(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), strategy=strategy, sync="broadcast")
+    model(torch.ones(2, 4)).square().sum().backward()
+    dshard.clip_grad_norm_(model[dist.get_rank()].parameters(), 1e-3)
+
+
+@pytest.mark.parametrize("strategy", ["full", "ddp"])
+def test_ranks_that_clip_other_gradients_are_told_so(worlds: WorldPool, strategy):
+    for kind, text in expect_error(worlds.get_world(2), clip_others, strategy):
+        assert kind == "DivergenceError"
+        assert "clip_grad_norm_: all ranks must pass the same gradients, but it is 2 named #" in text
