@@ -389,6 +389,7 @@ class WholeStep:
         fulls: list[Any] = []
         groups: dict[int, dict[int, Tensor]] = {}
         state: Any = defaultdict(dict)
+        given: list[dict[str, Any]] = []  # states, as they were
         for item in own:
             full = nn.Parameter(next(found), requires_grad=item.param.requires_grad)
             full.grad = next(found)
@@ -400,23 +401,27 @@ class WholeStep:
             for name, value in states.items():
                 value = taken[name] if name in taken else held[name] if type(value) in SHARDED else value
                 state[full][name] = value.to(device) if isinstance(value, Tensor) and value.dim() else value
+            given.append(dict(state[full]))
         if own:
             state.update({k: copied(v) for k, v in self._optimizer.state.items() if not isinstance(k, Tensor)})
             optimizer = alike(self._optimizer, self._settings, groups, state)
             step: Any = type(optimizer).step
             getattr(step, "__wrapped__", step)(optimizer, *self._args, **self._kwargs)  # without hooks, run for all
-        for item, full in zip(own, fulls, strict=True):
+        for item, full, before in zip(own, fulls, given, strict=True):
             full.grad = None
-            self._take_states(item, state[full])
+            self._take_states(item, state[full], before)
         return fulls
 
-    def _take_states(self, item: _Assigned, states: dict[str, Any]) -> None:
-        """Keep the states that a step has left for a parameter of this rank."""
+    def _take_states(self, item: _Assigned, states: dict[str, Any], before: Mapping[str, Any]) -> None:
+        """Keep the states that a step has left for a parameter of this rank, of those that it had `before`."""
         holding, device = self._owners.holding_of(item), item.param.storage_device
         sized = {name: value for name, value in states.items() if isinstance(value, Tensor) and value.dim()}
         holding.tensors = {name: value.to(device) for name, value in sized.items()}
         if self._known_states is None:
             facts = [(name, _fact_of(name, value, item.param)) for name, value in states.items()]
+            for name, fact in facts:
+                if name in sized and sized[name] is not before.get(name):
+                    fact["is_new"] = True
             self._facts.setdefault(item.owner.key, {})[self._number_of(item)] = facts
 
     def _number_of(self, item: _Assigned) -> str:
@@ -437,6 +442,7 @@ class WholeStep:
     def _settle_states(self) -> None:
         """Have all ranks know the states that there are, of which the large ones await their owners."""
         items = [item for assigned in self._rounds for item in assigned]
+        items.sort(key=lambda item: (item.number, item.place))  # in which the optimizer would make them
         if self._known_states is not None:
             for item in items:
                 states = self._optimizer.state.get(item.param)
@@ -462,12 +468,23 @@ class WholeStep:
         """Have `optimizer.state` hold what the owner of a parameter says."""
         if not facts and item.param not in self._optimizer.state:
             return
-        old = dict(self._optimizer.state.get(item.param, {}))
+        holding, old = self._owners.holding_of(item), dict(self._optimizer.state.get(item.param, {}))
         states = self._optimizer.state[item.param]
         states.clear()
         for name, fact in facts:
-            states[name] = _state_of(fact, old.get(name), item.param)
-        self._owners.holding_of(item).keep(states)
+            before: Any = old.get(name)
+            if fact.get("is_new") and type(before) in SHARDED:
+                if holding.holds(name, before):  # whose value went with what the step has replaced
+                    before.shard_storage.retire(StateError(_REPLACED.format(item.param.name, name)))
+                before = None
+            states[name] = _state_of(fact, before, item.param)
+        holding.keep(states)
+
+
+_REPLACED = (
+    "{}: its owner's step has put another tensor in the place of the state '{}', and the value of this one is gone. "
+    "Keep a clone() of it."
+)
 
 
 def _without_dtensors(states: dict[str, Any]) -> dict[str, Any]:
@@ -546,7 +563,8 @@ def _has_gradient(param: ShardedTensor) -> bool:
     return type(grad) in SHARDED and not grad.is_view and grad.shard_storage.layout == param.shard_layout
 
 
-_HIDDEN = "_dshard_hidden"  # of an optimizer, all parameters of its groups, while it sees those that owners do not step
+# Of an optimizer, its groups and all of their parameters, while it sees those that owners do not step.
+_HIDDEN = "_dshard_hidden"
 
 
 def begin_whole(optimizer: Optimizer, whole: Whole, args: Any, kwargs: Any) -> Any:
@@ -587,11 +605,20 @@ def _step_and_hide(optimizer: Optimizer, whole: Whole, args: Sequence[Any], kwar
     with outside_autograd():
         step = WholeStep(optimizer, whole, args, kwargs)
         step.run()
-    optimizer.__dict__[_HIDDEN] = [_of_params(group) for group in optimizer.param_groups]
     stepped = set(map(id, step.params))
-    for group in optimizer.param_groups:
+    groups = optimizer.param_groups
+    optimizer.__dict__[_HIDDEN] = groups, [_of_params(group) for group in groups]
+    for group in groups:
         left = {place: param for place, param in enumerate(group["params"]) if id(param) not in stepped}
         group.update(_of_params(part_of_group(_of_params(group), left)))
+    optimizer.param_groups = _Left(groups)
+
+
+class _Left(list[dict[str, Any]]):
+    """Groups of which loops see those that have parameters: an optimizer's step need not bear any other."""
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return (group for group in super().__iter__() if group["params"])
 
 
 def _of_params(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -600,7 +627,10 @@ def _of_params(group: Mapping[str, Any]) -> dict[str, Any]:
 
 def end_whole(optimizer: Optimizer) -> None:
     """The step has ended, or raised: the optimizer has all of its parameters again."""
-    params = optimizer.__dict__.pop(_HIDDEN, None)
-    if params is not None:
-        for group, own in zip(optimizer.param_groups, params, strict=True):
+    hidden = optimizer.__dict__.pop(_HIDDEN, None)
+    if hidden is not None:
+        groups, params = hidden
+        for group, own in zip(groups, params, strict=True):
             group.update(own)
+        groups += optimizer.param_groups[len(groups) :]  # that a step has added
+        optimizer.param_groups = groups

@@ -6,6 +6,7 @@ missing or clipped; between steps states are read and loaded, strategies are cha
 
 import copy
 import gc
+import itertools
 import math
 import weakref
 from collections.abc import Callable
@@ -444,3 +445,67 @@ def freed() -> bool:
 
 def test_states_go_with_their_optimizer(worlds: WorldPool):
     assert worlds.run(2, freed) == [True, True]
+
+
+class Replacing(torch.optim.Optimizer):
+    """Its state is another tensor in each step; it reads its groups, and takes lists, as if none could be empty."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        assert self.param_groups[0]["lr"] == 0.1
+        for group in self.param_groups:
+            assert group["params"][0].dtype == torch.float32
+            params = [p for p in group["params"] if p.grad is not None]
+            for p in params:
+                self.state[p]["basis"] = torch.linalg.qr(p.grad + torch.eye(*p.shape))[0]
+            torch._foreach_add_(params, [self.state[p]["basis"] for p in params], alpha=-group["lr"])
+
+
+def replaced_states(*, reads: bool) -> None:
+    norms = []
+    for kind in ("plain", "owners"):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Tanh(), nn.Linear(8, 8, bias=False))
+        optimizer: Any = Replacing(model.parameters())
+        if kind == "owners":
+            dshard.fully_shard(model)
+            optimizer = dshard.optim.whole(Replacing(model.parameters()))
+        kept, changes = [], []
+        for _ in range(3):
+            model(torch.ones(4, 8)).square().mean().backward()
+            optimizer.step()
+            assert len(optimizer.param_groups[0]["params"]) == 2
+            kept.append(optimizer.state[model[0].weight]["basis"])
+            if reads:
+                kept[-1].sum()
+        if reads or kind == "plain":
+            changes = [(b - a).norm().item() for a, b in itertools.pairwise(kept)]
+        else:
+            with pytest.raises(dshard.StateError, match=r"0\.weight: its owner's step .* 'basis', .* clone\(\)"):
+                kept[0].sum()
+        norms.append(changes)
+    if reads:
+        assert norms[0] == pytest.approx(norms[1], abs=1e-6)
+        assert min(norms[0]) > 0.01
+
+
+@pytest.mark.parametrize("reads", [False, True])
+def test_a_state_that_a_step_replaces_leaves_the_one_before_as_it_was_or_gone(worlds: WorldPool, reads):
+    worlds.run(2, replaced_states, reads=reads)
+
+
+def order_of_states() -> list[tuple[int, ...]]:
+    torch.manual_seed(0)
+    sizes = ((8, 4), (4, 12), (12, 6), (6, 8))
+    model = dshard.fully_shard(nn.Sequential(*[nn.Linear(a, b, bias=False) for a, b in sizes]))
+    optimizer = torch.optim.Muon(model.parameters(), lr=0.1)
+    model(torch.ones(4, 8)).square().mean().backward()
+    optimizer.step()
+    return [tuple(state["momentum_buffer"].shape) for state in optimizer.state.values()]
+
+
+def test_states_are_in_the_order_of_the_parameters(worlds: WorldPool):
+    assert worlds.run(2, order_of_states) == [[(4, 8), (12, 4), (6, 12), (8, 6)]] * 2
