@@ -21,6 +21,7 @@ from dshard.policies import Strategy, read_candidates
 _MAX_LABELS = 600_000
 _AS_LONG = 1e-9
 _MAX_ROUNDS = 20  # of a choice that takes more as it runs than its units alone have told
+_ROOMS = 1000  # limits that are told apart
 # Of a step: two plans that are predicted to be closer than that cannot be told apart.
 MEASURED = 0.02
 # A datasheet's times are off alike for all strategies in what computes, not in what waits for communication. That is
@@ -388,10 +389,19 @@ def within_limit(choose: Callable[[int], Solution], cluster: Cluster, limit_byte
         PlanError: Nothing was found that fits; or CUDA's allocator is asked for where there is none.
     """
     room = live_bytes = live_room(cluster, limit_bytes, memory_of)
+    too_small, too_large = 0, room  # for what was tried
     least = None
     for _ in range(_MAX_ROUNDS):
-        with naming_limit(limit_bytes, room, memory_of):
-            solution = choose(room)
+        try:
+            with naming_limit(limit_bytes, room, memory_of):
+                solution = choose(room)
+        except PlanError:
+            if least is None:
+                raise
+            too_small, room = room, (room + too_large) // 2
+            if too_large - too_small <= live_bytes // _ROOMS:
+                break
+            continue
         peak = peak_bytes(solution.model, solution.strategies, cluster)
         if peak <= live_bytes:
             certificate = replace(
@@ -402,9 +412,10 @@ def within_limit(choose: Callable[[int], Solution], cluster: Cluster, limit_byte
                 memory_of=memory_of,
             )
             return replace(solution, certificate=certificate)
-        least, room = min(least or peak, peak), room - (peak - live_bytes)
-        if room <= 0:
-            break
+        least, too_large = min(least or peak, peak), room
+        room -= peak - live_bytes
+        if room <= too_small:
+            room = (too_small + too_large) // 2
     assert least is not None
     of_limit = "" if memory_of == "live" else f", their part of {limit_bytes} {memory_of} bytes"
     raise PlanError(

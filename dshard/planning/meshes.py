@@ -17,6 +17,7 @@ from dshard.planner import Cluster, Link, Plan
 from dshard.planner.files import of_record, to_record
 from dshard.planning.links import measure_links
 from dshard.policies import Strategy
+from dshard.tensor import ShardedTensor
 
 _NAME = "dshard_all"
 _REFUSED = "!"  # ahead of what a rank raised
@@ -135,8 +136,14 @@ def mesh_cut_over(model: nn.Module) -> DeviceMesh | None:
     """The ranks over which layers of a model are cut: the mesh of its DTensor parameters, if it has any.
 
     Raises:
-        PlanError: There are several, of other sizes.
+        PlanError: There are several, of other sizes; or the model is sharded already.
     """
+    sharded = next((name for name, param in model.named_parameters() if isinstance(param, ShardedTensor)), None)
+    if sharded is not None:
+        raise PlanError(
+            f"plan: the model must not be sharded yet, but {sharded} is a ShardedTensor. Plan ahead of fully_shard, or "
+            "for the same model built anew; set_strategy takes the plan, too."
+        )
     meshes = {name: param.device_mesh for name, param in model.named_parameters() if isinstance(param, DTensor)}
     sizes = {mesh.size(): name for name, mesh in meshes.items()}
     if len(sizes) > 1:

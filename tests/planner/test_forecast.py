@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import dshard
 from dshard import PlanError
 from dshard.cli.models import GPT, GPTConfig
-from dshard.planner import Measured, Plan, cluster_of, simulate, solve
+from dshard.planner import Measured, ModelCosts, ParamCosts, Plan, UnitCosts, cluster_of, simulate, solve
 from dshard.planner.memory import RESERVED, MemoryForecast, forecast, moments
 from dshard.planner.solver import within_limit
 from dshard.policies import Strategy
@@ -115,7 +115,23 @@ def test_a_choice_that_takes_more_as_it_runs_is_made_again_with_less_room(model,
     certificate = solution.certificate
     assert certificate.peak_bytes <= limit
     assert certificate.left_bytes == limit - rooms[-1]
-    assert rooms == sorted(rooms, reverse=True)
+    assert max(rooms) == rooms[0] == limit
+
+
+def test_between_room_for_nothing_and_too_much_room_a_choice_is_looked_for():
+    model = ModelCosts((UnitCosts("0", (ParamCosts("weight", 64, 8),), 1e-3, 2e-3),), 1)
+    free = solve(model, CLUSTER, STRATEGIES, 1 << 60)
+    limit = free.certificate.peak_bytes + 100_000
+
+    def choose(room):
+        if room < limit - 30_000:
+            raise PlanError("nothing fits")
+        more = 150_000 if room > limit - 20_000 else 0
+        return replace(free, model=replace(free.model, buffer_bytes=more))
+
+    certificate = within_limit(choose, CLUSTER, limit, "live").certificate
+    assert certificate.peak_bytes <= limit
+    assert 20_000 <= certificate.left_bytes <= 30_000
 
 
 @pytest.mark.parametrize("batch", [None, "auto"])

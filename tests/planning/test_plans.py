@@ -440,3 +440,14 @@ def fast_steps() -> list[bool]:
 
 def test_a_report_leaves_the_fast_path_of_optimizers(worlds: WorldPool):
     assert worlds.run(2, fast_steps) == [[True] * 5] * 2
+
+
+def test_a_model_that_is_sharded_already_is_not_planned_for(worlds: WorldPool):
+    assert worlds.run(1, plan_of_sharded) == [True]
+
+
+def plan_of_sharded() -> bool:
+    model = dshard.fully_shard(nn.Linear(4, 4))
+    with pytest.raises(dshard.PlanError, match="plan: the model must not be sharded yet, but weight is"):
+        dshard.plan(model, torch.ones(2, 4), cluster=cluster_of("a100-40g", 2), device="a100-40g")
+    return True
