@@ -7,8 +7,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map_only
 
 from dshard.tensor.meshes import TPShardLayout
+from dshard.tensor.sharded_tensor import SHARDED
 
 _REQUIRES_GRAD: Any = torch.Tensor.requires_grad  # the descriptor
 _make_subclass: Any = torch.Tensor._make_subclass
@@ -101,6 +103,18 @@ class UnshardedParameter(Unsharded, nn.Parameter):
 
 class UnshardedDTensor(Unsharded, DTensor):
     """That of a parameter which lies over the mesh of tensor parallelism, too: a DTensor over it."""
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        """As a DTensor; beside ShardedTensors as one of torch's own class, which torch asks after these."""
+        if SHARDED.isdisjoint(types):
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        args, kwargs = tree_map_only(UnshardedDTensor, _of_torchs_class, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+def _of_torchs_class(full: Any) -> DTensor:
+    return DTensor(full._local_tensor, full._spec, requires_grad=False)
 
 
 def unsharded(fulls: Sequence[Tensor], sharded: Sequence[Any]) -> tuple[Any, ...]:
