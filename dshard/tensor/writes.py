@@ -280,7 +280,7 @@ def random_inplace(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     if not isinstance(target, ShardedTensor):
         return func(target, *materialize(args[1:]), **materialize(kwargs))
     base = target.base
-    if not base.shard_storage.is_shared and _is_of_forward(base):
+    if not base.shard_storage.is_shared and _is_of_forward(target):
         if base.shard_layout.dim is not None:
             base.become_whole()
         _write_through(target, lambda view: func(view, *materialize(args[1:]), **materialize(kwargs)))
@@ -307,8 +307,9 @@ def random_factory(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _is_of_forward(tensor: ShardedTensor) -> bool:
-    """Whether a forward makes something of a tensor that means a plain one there."""
+    """Whether a forward makes something of a tensor that means a plain one there, and no initialization does."""
     is_plain = tp_layout_of(tensor.shard_storage.layout) is None and not is_traced(tensor)
+    is_plain = is_plain and "_draws_like" not in tensor.__dict__
     return is_plain and ShardedTensor.runs_forward is not None and ShardedTensor.runs_forward()
 
 
