@@ -611,14 +611,6 @@ def _step_and_hide(optimizer: Optimizer, whole: Whole, args: Sequence[Any], kwar
     for group in groups:
         left = {place: param for place, param in enumerate(group["params"]) if id(param) not in stepped}
         group.update(_of_params(part_of_group(_of_params(group), left)))
-    optimizer.param_groups = _Left(groups)
-
-
-class _Left(list[dict[str, Any]]):
-    """Groups of which loops see those that have parameters: an optimizer's step need not bear any other."""
-
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        return (group for group in super().__iter__() if group["params"])
 
 
 def _of_params(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -632,5 +624,3 @@ def end_whole(optimizer: Optimizer) -> None:
         groups, params = hidden
         for group, own in zip(groups, params, strict=True):
             group.update(own)
-        groups += optimizer.param_groups[len(groups) :]  # that a step has added
-        optimizer.param_groups = groups
