@@ -41,13 +41,13 @@ def group_of(model: nn.Module) -> ShardGroup:
 def check_written_alike(model: nn.Module, group: ShardGroup) -> None:
     """Raise on every rank where some have written to a parameter and others have not: shards would be of two steps.
 
-    Writes that gave replicas equal values again, as by a broadcast, are no matter.
+    Replicas that differ in their writes but hold equal values, as after a broadcast, may be saved.
 
     Raises:
         DivergenceError: Names the parameter, and how often each rank has written to it.
 
     Communicates:
-        An all-reduce of 16 bytes per parameter; where some differ, up to three more for each of these.
+        An all-reduce of 16 bytes per parameter; where some differ, up to four more for each of these.
     """
     params = {name: p for name, p in model.named_parameters() if isinstance(p, ShardedTensor)}
     tags = torch.tensor([tag_of(p.shard_storage.signature) for p in params.values()], device=group.device_type)

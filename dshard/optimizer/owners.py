@@ -563,8 +563,7 @@ def _has_gradient(param: ShardedTensor) -> bool:
     return type(grad) in SHARDED and not grad.is_view and grad.shard_storage.layout == param.shard_layout
 
 
-# Of an optimizer, its groups and all of their parameters, while it sees those that owners do not step.
-_HIDDEN = "_dshard_hidden"
+_HIDDEN = "_dshard_hidden"  # of an optimizer, all parameters of its groups, while it sees those that owners do not step
 
 
 def begin_whole(optimizer: Optimizer, whole: Whole, args: Any, kwargs: Any) -> Any:
@@ -605,10 +604,9 @@ def _step_and_hide(optimizer: Optimizer, whole: Whole, args: Sequence[Any], kwar
     with outside_autograd():
         step = WholeStep(optimizer, whole, args, kwargs)
         step.run()
+    optimizer.__dict__[_HIDDEN] = [_of_params(group) for group in optimizer.param_groups]
     stepped = set(map(id, step.params))
-    groups = optimizer.param_groups
-    optimizer.__dict__[_HIDDEN] = groups, [_of_params(group) for group in groups]
-    for group in groups:
+    for group in optimizer.param_groups:
         left = {place: param for place, param in enumerate(group["params"]) if id(param) not in stepped}
         group.update(_of_params(part_of_group(_of_params(group), left)))
 
@@ -619,8 +617,7 @@ def _of_params(group: Mapping[str, Any]) -> dict[str, Any]:
 
 def end_whole(optimizer: Optimizer) -> None:
     """The step has ended, or raised: the optimizer has all of its parameters again."""
-    hidden = optimizer.__dict__.pop(_HIDDEN, None)
-    if hidden is not None:
-        groups, params = hidden
-        for group, own in zip(groups, params, strict=True):
+    params = optimizer.__dict__.pop(_HIDDEN, None)
+    if params is not None:
+        for group, own in zip(optimizer.param_groups, params, strict=True):
             group.update(own)

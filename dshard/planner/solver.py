@@ -21,7 +21,7 @@ from dshard.policies import Strategy, read_candidates
 _MAX_LABELS = 600_000
 _AS_LONG = 1e-9
 _MAX_ROUNDS = 20  # of a choice that takes more as it runs than its units alone have told
-_ROOMS = 1000  # limits that are told apart
+_ROOMS = 1000  # rooms that are closer than this part of the limit are taken as one
 # Of a step: two plans that are predicted to be closer than that cannot be told apart.
 MEASURED = 0.02
 # A datasheet's times are off alike for all strategies in what computes, not in what waits for communication. That is
@@ -389,7 +389,7 @@ def within_limit(choose: Callable[[int], Solution], cluster: Cluster, limit_byte
         PlanError: Nothing was found that fits; or CUDA's allocator is asked for where there is none.
     """
     room = live_bytes = live_room(cluster, limit_bytes, memory_of)
-    too_small, too_large = 0, room  # for what was tried
+    too_small, too_large = 0, room  # in which nothing fits, and in which what was chosen takes more than the limit
     least = None
     for _ in range(_MAX_ROUNDS):
         try:

@@ -19,7 +19,7 @@ _make_subclass: Any = torch.Tensor._make_subclass
 class Unsharded:
     """The full tensor of a sharded parameter, in its place in `module._parameters` while the module's forward runs.
 
-    Operations on it are torch's own, at their speed. What a program asks of the parameter and not of its values is
+    Operations on it are torch's own. What a program asks of the parameter and not of its values is
     answered by the sharded one: its gradient, hooks on it, and attributes that somebody gave it.
 
     Attributes:
@@ -102,11 +102,14 @@ class UnshardedParameter(Unsharded, nn.Parameter):
 
 
 class UnshardedDTensor(Unsharded, DTensor):
-    """That of a parameter which lies over the mesh of tensor parallelism, too: a DTensor over it."""
+    """That of a parameter which lies over the mesh of tensor parallelism, too: a DTensor over it.
+
+    Its operations are dispatched in Python, where torch dispatches those of a DTensor in C++.
+    """
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        """As a DTensor; beside ShardedTensors as one of torch's own class, which torch asks after these."""
+        """As a DTensor. Beside ShardedTensors they are to dispatch, which torch would ask in the order of arguments."""
         if SHARDED.isdisjoint(types):
             return super().__torch_dispatch__(func, types, args, kwargs)
         args, kwargs = tree_map_only(UnshardedDTensor, _of_torchs_class, (args, kwargs or {}))
@@ -118,7 +121,7 @@ def _of_torchs_class(full: Any) -> DTensor:
 
 
 def unsharded(fulls: Sequence[Tensor], sharded: Sequence[Any]) -> tuple[Any, ...]:
-    """What shares memory, and where it is plain the counters of writes, with full tensors.
+    """Make what stands in the place of parameters. It shares the memory of full tensors.
 
     Args:
         fulls: Gathered.

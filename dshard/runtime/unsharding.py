@@ -575,7 +575,7 @@ def _pack(tensor: Tensor) -> Any:
     if known is not None and (saved := _saved(tensor, known())) is not None:
         return saved
     kind = type(tensor)
-    if kind in _DTENSORS and (saved_dtensor := _saved_dtensor(tensor)) is not None:
+    if kind is not Tensor and kind in _DTENSORS and (saved_dtensor := _saved_dtensor(tensor)) is not None:
         return saved_dtensor
     if tensor.requires_grad and (kind is Tensor or not isinstance(tensor, ShardedTensor)):
         tensor = tensor.detach()  # but for views of sharded ones, which are no results

@@ -485,7 +485,7 @@ class ShardedTensor(ShardedBase):
     _dispatch: ClassVar[Callable[..., Any]]  # bound by dshard.tensor, which knows both the class and the op table
     _dispatch_beside: ClassVar[Callable[..., Any]]  # the same, where a plain DTensor is among the operands
     adopt: ClassVar[Callable[["ShardedTensor"], None] | None] = None  # bound by dshard.runtime
-    runs_forward: ClassVar[Callable[[], bool] | None] = None  # whether one of a sharded model runs; so, too
+    runs_forward: ClassVar[Callable[[], bool] | None] = None  # whether a sharded model's runs; bound there
 
     @classmethod
     def shard(

@@ -274,7 +274,7 @@ def renorm(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
 def random_inplace(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     """`normal_` and its kind: every rank draws what the unsharded tensor would get, and keeps its part.
 
-    A temporary of a forward becomes whole, with what this rank draws.
+    In a forward, a temporary becomes whole on each rank, with what that rank draws.
     """
     target = args[0]
     if not isinstance(target, ShardedTensor):
@@ -293,8 +293,7 @@ def random_inplace(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
 def random_factory(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     """`rand_like` and its kind: a tensor of the same layout that holds what the unsharded tensor would get.
 
-    In a forward it is a plain one, with what this rank draws, as of the full tensors that stand there from the second
-    step on.
+    In a forward it is a plain tensor, with what this rank draws: so it is from the second step on, of full tensors.
     """
     source = args[0]
     if _is_of_forward(source):
@@ -307,10 +306,10 @@ def random_factory(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _is_of_forward(tensor: ShardedTensor) -> bool:
-    """Whether a forward makes something of a tensor that means a plain one there, and no initialization does."""
-    is_plain = tp_layout_of(tensor.shard_storage.layout) is None and not is_traced(tensor)
-    is_plain = is_plain and "_draws_like" not in tensor.__dict__
-    return is_plain and ShardedTensor.runs_forward is not None and ShardedTensor.runs_forward()
+    """Whether what is drawn is noise of a forward, each rank's own; what `torch.nn.init` draws there is not."""
+    if tp_layout_of(tensor.shard_storage.layout) is not None or is_traced(tensor) or "_draws_like" in tensor.__dict__:
+        return False
+    return ShardedTensor.runs_forward is not None and ShardedTensor.runs_forward()
 
 
 def _drawers(tensor: ShardedTensor) -> ShardGroup:

@@ -240,7 +240,7 @@ def test_a_penalty_on_a_full_value_adds_to_the_gradients_of_a_forward(worlds: Wo
 
 
 class Beside(nn.Module):
-    """Plain parameters beside DTensors, in units of their own; one whose forward begins to write in its second step."""
+    """A plain parameter between DTensors, each in a unit of its own."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -313,7 +313,7 @@ class LateWriter(nn.Linear):
         return super().forward(x)
 
 
-def late_writes(way: str) -> None:
+def late_writes(way: str, *, shares_memory: bool) -> None:
     mesh = mesh_of((2, 2))
     torch.manual_seed(0)
     layer = LateWriter(WIDTH, HIDDEN).double()
@@ -324,13 +324,44 @@ def late_writes(way: str) -> None:
     x = torch.ones(2, WIDTH, dtype=torch.float64)
     with torch.no_grad():
         model(x)
-        try:
-            model(x)
-        except dshard.StateError:  # where ranks of a host share the memory: once, and not in silence
+        if shares_memory:  # which the other ranks of the host read
+            with pytest.raises(
+                dshard.StateError, match=r"0\.weight: a write to a parameter within its module's forward"
+            ):
+                model(x)
             return
+        model(x)
     assert torch.equal(layer.weight.full_tensor(), before * 0.5)
 
 
 @pytest.mark.parametrize("way", ["detach", "data", "local"])
-def test_a_forward_that_begins_to_write_to_a_dtensor_reaches_the_shards_or_raises(worlds: WorldPool, way):
-    worlds.run(4, late_writes, way)
+def test_a_forward_that_begins_to_write_to_a_dtensor_reaches_the_shards(messaging: WorldPool, way):
+    messaging.run(4, late_writes, way, shares_memory=False)
+
+
+@pytest.mark.parametrize("way", ["detach", "data", "local"])
+def test_it_raises_where_ranks_share_the_memory(worlds: WorldPool, way):
+    worlds.run(4, late_writes, way, shares_memory=True)
+
+
+def written_before_backward(is_frozen: bool) -> None:
+    mesh = mesh_of((2, 2))
+    model = nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)).double()
+    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
+    for layer in model:
+        dshard.fully_shard(layer, mesh=mesh["dp"])
+    dshard.fully_shard(model, mesh=mesh["dp"])
+    model[1].requires_grad_(not is_frozen)
+    x = torch.ones(2, WIDTH, dtype=torch.float64)
+    for _ in range(2):
+        model(x).sum().backward()
+    loss = model(x).sum()
+    with torch.no_grad():
+        model[1].weight.mul_(2)
+    with pytest.raises(RuntimeError, match=r"1\.weight: .* was written to between its use in forward and the backward"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_autograd_keeps_no_memory_of_a_dtensor_and_hears_of_writes_to_it(worlds: WorldPool, is_frozen):
+    worlds.run(4, written_before_backward, is_frozen)
