@@ -252,7 +252,7 @@ def gather(
     device: torch.device,
     is_own: bool,
 ) -> Tensor:
-    """The full value, on `device`, of a shard that a compiled graph was given; in memory of the graph's own if `is_own`.
+    """The full value, on `device`, of a shard that a compiled graph was given; `is_own`: in memory of its own.
 
     Communicates:
         As a touch of the parameter: at most one all-gather per bucket of its unit.
