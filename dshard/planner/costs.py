@@ -136,6 +136,8 @@ class UnitCosts:
         slice_overhead_s: What each further slice costs, in forward and in backward, under `split`.
         is_used_in_backward: Whether its backward uses its parameters. That of an embedding does not, nor that of a
             first linear layer, whose input takes no gradient: they are not gathered for it.
+        is_used_throughout: Whether units that run within its modules lie between uses of its parameters, as between
+            those of a tied embedding: its copy is there from its first use until its backward ends.
         source: Where the figures come from: a measured step, or FLOPs and a device description.
         modules: Names of the modules in whose forward it is in use; of the model itself "".
         checkpointing: Activation checkpointing that these costs are of: "none", "selective" or "full".
@@ -159,6 +161,7 @@ class UnitCosts:
     optimizer_start_s: float = 0.0
     slice_overhead_s: float = 0.0
     is_used_in_backward: bool = True
+    is_used_throughout: bool = False
     source: str = "given"
     modules: tuple[str, ...] = ("",)
     checkpointing: str = "none"
@@ -170,7 +173,7 @@ class UnitCosts:
         times = ("forward_s", "backward_s", "optimizer_s", "owners_s", "optimizer_start_s", "slice_overhead_s")
         num_bytes = ("activation_bytes", "forward_transient_bytes", "backward_transient_bytes")
         arguments.fields(self, arguments.from_0, *times, "home_s_per_byte", *num_bytes)
-        arguments.fields(self, arguments.boolean, "is_used_in_backward")
+        arguments.fields(self, arguments.boolean, "is_used_in_backward", "is_used_throughout")
         arguments.choice("UnitCosts", "checkpointing", self.checkpointing, *CHECKPOINTING)
         arguments.fields(self, _several_of, "params", kind=ParamCosts)
         arguments.fields(self, _several_of, "alternatives", kind=UnitCosts)

@@ -185,6 +185,7 @@ def _option(unit: UnitCosts, strategy: Strategy, cut: "_Cut", num_backwards: int
     waits = strategy.base == "zero1" and num_backwards > 1
     is_gathered = again or strategy.base == "keep" or (whole and unit.is_used_in_backward)
     use, ahead = cut.gathered + 2 * cut.slice, cut.gathered + cut.slice + cut.moving
+    kept = cut.gathered if strategy.base == "keep" or (moves and unit.is_used_throughout) else 0
     gather_again_s, reduce_early_s = 0.0 if stays else cut.gather_again_s, 0.0 if waits else cut.reduce_s
     gather_backward_s, later = cut.gather_again_s if again else 0.0, num_backwards - 1
     # Per micro-batch: the first gathers, and the last reduces, otherwise than the others.
@@ -196,11 +197,11 @@ def _option(unit: UnitCosts, strategy: Strategy, cut: "_Cut", num_backwards: int
     arriving = cut.homing if cut.homing_s > unit.backward_s else cut.grads  # those that go home slowly queue
     return Option(
         held_bytes=cut.stored + (cut.gathered if stays else 0),
-        kept_bytes=cut.gathered if strategy.base == "keep" else 0,
+        kept_bytes=kept,
         forward_use_bytes=unit.forward_transient_bytes + (0 if stays else use),
         forward_ahead_bytes=cut.moving if stays else 0 if whole and not moves else ahead,
         backward_use_bytes=unit.backward_transient_bytes + (use if is_gathered else 0),
-        backward_ahead_bytes=ahead if again else 0,
+        backward_ahead_bytes=ahead - kept if again else 0,
         filling_bytes=late + max(cut.large, slices, cut.slice_raw),
         slicing_bytes=late + cut.slicing(slices),
         sent_bytes=cut.sent + cut.split_grads,

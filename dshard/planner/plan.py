@@ -41,7 +41,7 @@ from dshard.planner.timeline import (
 )
 from dshard.policies import Strategy, read_per_unit
 
-SCHEMA = 9
+SCHEMA = 10
 _MEASURED_WAY = "Pass what dshard.planner.measure_step gave."
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")  # of checkpoint_wrapper, and of torch.compile
 _SINGLES = ("ddp", "zero1", "zero2", "keep", "full")

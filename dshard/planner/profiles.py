@@ -182,6 +182,7 @@ def costs_of(
             optimizer_start_s=overhead.optimizer_s * num_trained,
             slice_overhead_s=device.efficiency.kernel_s if device is not None else 2e-5,
             is_used_in_backward=i not in trace.unused_in_backward,
+            is_used_throughout=i in trace.used_throughout,
             source=source if device is None else f"traced, {device.name}",
             modules=tuple(names[module] for module in trace.parts[i].modules),
             checkpointing=kinds[i] if kinds else "none",

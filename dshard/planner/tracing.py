@@ -4,7 +4,7 @@ import bisect
 import math
 import sys
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate, groupby
@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import tree_map_only
 
 from dshard.errors import ArgumentError, DShardError, StateError
+from dshard.layout import SMALL_GRAD_BYTES
 from dshard.planner.flops import Op, cost_of, grouped_like
 from dshard.planner.steps import Part, following, is_cut, parts_by_module, pieces_of, run_step, swapped, tensors
 from dshard.planner.texts import Progress, silent
@@ -67,6 +68,7 @@ class Trace:
         phases: What ran, in order.
         input_bytes: Of the sample input.
         unused_in_backward: Parts whose parameters backward does not use.
+        used_throughout: Parts whose parameters forward uses before and after those of others, which run within.
     """
 
     parts: tuple[Part, ...]
@@ -74,6 +76,7 @@ class Trace:
     phases: tuple[Phase, ...]
     input_bytes: int
     unused_in_backward: frozenset[int] = frozenset()
+    used_throughout: frozenset[int] = frozenset()
 
     @property
     def flops(self) -> int:
@@ -227,25 +230,34 @@ class _Life:
         num_bytes: Of it.
         born: Number of the event that made it.
         died: Number of the first event after it was gone; None while it is there.
-        is_gradient: Whether it holds a parameter's gradient.
+        gradient_of: The part of whose parameter it holds the gradient; None of none.
+        packed: Number of the event ahead of which that gradient is complete.
     """
 
     num_bytes: int
     born: int
     died: int | None = None
-    is_gradient: bool = False
+    gradient_of: int | None = None
+    packed: int = 0
 
 
-def _phases_of(events: Sequence[_Event], lives: Sequence[_Life], first_part: int) -> tuple[Phase, ...]:
-    """Events of one part in a row as one phase, with the bytes that were alive in it."""
+def _phases_of(
+    events: Sequence[_Event], lives: Sequence[_Life], gradients: Sequence[int], first_part: int
+) -> tuple[Phase, ...]:
+    """Events of one part in a row as one phase, with the bytes that were alive in it.
+
+    Args:
+        events: In order.
+        lives: Of what counts.
+        gradients: Numbers of the events that computed gradients of parameters, in order.
+        first_part: That of events ahead of the first one with a part.
+    """
     num = len(events)
     made, gone = [0] * (num + 1), [0] * (num + 1)
     for life in lives:
-        if not life.is_gradient:
-            made[life.born] += life.num_bytes
-            gone[num if life.died is None else life.died] += life.num_bytes
+        made[life.born] += life.num_bytes
+        gone[num if life.died is None else life.died] += life.num_bytes
     alive = list(accumulate(more - less for more, less in zip(made, gone, strict=True)))
-    gradients = sorted(life.born for life in lives if life.is_gradient)
 
     def place_of(event: _Event) -> tuple[int, bool]:
         return first_part if event.part is None else event.part, event.is_backward
@@ -288,7 +300,11 @@ class _Recorder(TorchDispatchMode):
         self._part_of_root = of_root[-1] if of_root else None
         self._part_of_param = {name: i for i, part in enumerate(parts) for name in part.params}
         self._part_of_variable: dict[int, int] = {}
-        self._part_of_storage: dict[int, int] = {}  # of parameters that the root itself holds
+        self._num_bytes = [0] * len(parts)  # of the trained parameters of each
+        self._in_use: set[int] = set()  # parts of which a parameter was used in the forward of their modules
+        self._interrupted: set[int] = set()  # of these, those within which others were used since
+        self._throughout: set[int] = set()
+        self._packing: dict[int, list[int]] = {}  # of each part, events ahead of which large gradients are complete
         self._touched: dict[int, None] = {}  # parts in the order in which they run, or are used
         self._stack: list[int] = []
         self._last: int | None = None
@@ -301,17 +317,17 @@ class _Recorder(TorchDispatchMode):
             part = self._part_of_param.get(name)
             for piece in pieces_of(value):
                 self._known[id(piece.untyped_storage())] = part
-                if part is not None and part == self._part_of_root:
-                    self._part_of_storage[id(piece.untyped_storage())] = part
             if part is not None and value.requires_grad:
                 self._part_of_variable[id(value)] = part
-                value.register_hook(self._note_gradient)
+                self._num_bytes[part] += sum(piece.nbytes for piece in pieces_of(value))
+                value.register_hook(partial(self._note_gradient, part))
 
-    def _note_gradient(self, grad: Tensor) -> None:
+    def _note_gradient(self, part: int, grad: Tensor) -> None:
         for piece in pieces_of(grad):
             life = self._lives.get(id(piece.untyped_storage()))
             if life is not None:
-                life.is_gradient = True
+                life.gradient_of, life.packed = part, len(self._events)
+                self._packing.setdefault(part, []).extend([life.packed] * (life.num_bytes > SMALL_GRAD_BYTES))
 
     def enter(self, part: int) -> None:
         """The forward of a part's module begins."""
@@ -321,6 +337,8 @@ class _Recorder(TorchDispatchMode):
     def leave(self, *_: Any) -> None:
         """The forward of such a module ends."""
         self._last = self._stack.pop()
+        self._in_use.discard(self._last)
+        self._interrupted.discard(self._last)
         if self._stack:
             self._note_change(self._stack[-1])
 
@@ -351,14 +369,10 @@ class _Recorder(TorchDispatchMode):
         out = run(*args, **(kwargs or {}))
         if func is torch.ops.prim.device.default or (self._has_dtensors and _is_asked_for_shapes()):
             return out
-        if self._is_backward:
-            parts = (self._known.get(id(each.untyped_storage())) for each in tensors(args))
-            self._used_in_backward.update(part for part in parts if part is not None)
-        if self._part_of_storage:
-            for each in tensors(args):
-                part = self._part_of_storage.get(id(each.untyped_storage()))
-                if part is not None:
-                    self._touched.setdefault(part)
+        for each in tensors(args):
+            used = self._known.get(id(each.untyped_storage()))
+            if used is not None:
+                self._note_use(used)
         part = self._current_part()
         if (part, self._is_backward) not in self._seen:
             self._tell(part)
@@ -366,6 +380,26 @@ class _Recorder(TorchDispatchMode):
         for each in tensors(out):
             self._follow(each.untyped_storage())
         return out
+
+    def _note_use(self, part: int) -> None:
+        """An operation takes a parameter of a part."""
+        if part == self._part_of_root:
+            self._touched.setdefault(part)
+        if self._is_backward:
+            self._used_in_backward.add(part)
+            return
+        if part in self._interrupted:
+            self._throughout.add(part)
+            self._interrupted.remove(part)
+        self._in_use.add(part)
+        depth = self._depth_of(part)
+        self._interrupted.update(other for other in self._in_use if self._depth_of(other) < depth)
+
+    def _depth_of(self, part: int) -> int:
+        """How many modules of parts hold the one that runs; -1 for the root's part."""
+        if part == self._part_of_root:
+            return -1
+        return self._stack.index(part) if part in self._stack else 0
 
     def _tell(self, part: int | None) -> None:
         """A part runs for the first time, forward or backward; of all parts, that is twice as many times."""
@@ -392,5 +426,17 @@ class _Recorder(TorchDispatchMode):
         first_part = self._changes[0][1] if self._changes else 0
         unused = frozenset(range(len(self._parts))) - self._used_in_backward
         order = tuple(dict.fromkeys((*self._touched, *self._part_of_param.values())))  # last what nobody used
-        phases = _phases_of(self._events, (*self._ended, *self._lives.values()), first_part)
-        return Trace(self._parts, order, phases, input_bytes, unused)
+        lives = (*self._ended, *self._lives.values())
+        counted = [life for life in lives if life.gradient_of is None] + self._waiting_gradients(lives)
+        gradients = sorted(life.born for life in lives if life.gradient_of is not None)
+        phases = _phases_of(self._events, counted, gradients, first_part)
+        return Trace(self._parts, order, phases, input_bytes, unused, frozenset(self._throughout))
+
+    def _waiting_gradients(self, lives: Iterable[_Life]) -> list[_Life]:
+        """What gradients take while other parts run: each until it is complete, and what they are packed into."""
+        found = [replace(life, died=life.packed) for life in lives if life.gradient_of in self._throughout]
+        for part in self._throughout:
+            packing = self._packing.get(part, [0])
+            if packing[0] < packing[-1]:
+                found.append(_Life(self._num_bytes[part], packing[0] - 1, packing[-1]))  # beside the first of them
+        return found

@@ -309,6 +309,7 @@ TABLE = {  # "?": or None
         **dict.fromkeys(("forward_transient_bytes", "backward_transient_bytes"), "at least 0"),
         "gradients_transient_bytes": "bytes below 0 too?",
         "is_used_in_backward": "bool",
+        "is_used_throughout": "bool",
         "source": "anything",
         "modules": "names of modules",
         "checkpointing": "checkpointing",

@@ -46,6 +46,7 @@ def units(draw, name):
         optimizer_start_s=draw(seconds) / 30,
         slice_overhead_s=draw(seconds) / 50,
         is_used_in_backward=draw(st.sampled_from([True, True, False])),
+        is_used_throughout=draw(st.sampled_from([False, False, True])),
     )
 
 

@@ -271,8 +271,8 @@ class _Unit:
         self.use_again = self.use if base == "keep" or costs.is_used_in_backward else 0
         moving += HEADER * (within + 1) * (gloo and within > 1)
         self.ahead = moving if is_whole else 0 if base == "ddp" else gathered + slice_use + moving
-        self.ahead_again = self.ahead if base == "full" and costs.is_used_in_backward else 0
-        self.kept = gathered if base == "keep" else 0
+        self.kept = gathered if base == "keep" or (base == "full" and costs.is_used_throughout) else 0
+        self.ahead_again = self.ahead - self.kept if base == "full" and costs.is_used_in_backward else 0
         received, self.sums, self.among, self.among_late = (row if within > 1 else 0), 0, 0, 0
         if gloo:
             received = (within - 1) * row * (not shares) + (HEADER * (within + 1) if within > 1 and row else 0)

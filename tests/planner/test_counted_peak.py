@@ -8,6 +8,7 @@ import gc
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,29 @@ def linears(widths: tuple[int, ...]) -> nn.Module:
     return nn.Sequential(*(nn.Linear(*pair) for pair in pairs))
 
 
+class Ends(nn.Module):
+    """A weight looked up first, and the same one, or one beside it in the root, as the last product.
+
+    Args:
+        is_tied: Whether it is the same.
+        num_repeats: Copies of what is computed between, of which the mean goes on: with many the middle has the peak.
+    """
+
+    def __init__(self, is_tied: bool, num_repeats: int) -> None:
+        super().__init__()
+        self.embedding = nn.Parameter(torch.randn(1500, 128) / 12)
+        self.head = self.embedding if is_tied else nn.Parameter(torch.randn(1500, 128) / 12)
+        self.blocks = nn.ModuleList(nn.Linear(128, 128) for _ in range(4))
+        self.num_repeats = num_repeats
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = nn.functional.embedding(tokens, self.embedding)
+        for block in self.blocks:
+            repeated = block(x).repeat(self.num_repeats, 1).tanh()
+            x = repeated.view(self.num_repeats, *x.shape).mean(0)
+        return nn.functional.linear(x[:4], self.head)
+
+
 @dataclass(frozen=True, slots=True)
 class Case:
     make: Any
@@ -73,6 +97,11 @@ CASES = {
         lambda: GPT(layers=5, vocab=256, context=16, width=96),  # wide enough for its weights to count
         lambda: torch.arange(32).view(2, 16),
     ),
+    **{
+        f"{text}, {num_repeats}": Case(partial(Ends, text == "tied", num_repeats), lambda: torch.arange(32))
+        for text in ("tied", "beside")
+        for num_repeats in (1, 64)
+    },
 }
 
 
@@ -179,6 +208,20 @@ def test_through_memory_full_values_count_once_per_host_and_what_is_put_out_unti
     check(worlds, plans(name, num_ranks, foreach, reduce_dtype, MEMORY), name, foreach, reduce_dtype)
 
 
+@pytest.mark.parametrize("num_repeats", [1, 64])
+@pytest.mark.parametrize("text", ["tied", "beside"])
+def test_weights_used_at_both_ends_of_a_model_have_copies_and_gradients_in_between(
+    messaging: WorldPool, text, num_repeats
+):
+    name = f"{text}, {num_repeats}"
+    model = costs(name, True, None)
+    cluster, num_units = Cluster(2, 2, MESSAGES), len(model.units)
+    assert [unit.is_used_throughout for unit in model.units] == [True] + [False] * 4
+    given = {text: [text] * num_units for text in ("full", "keep", "zero2", "ddp")}
+    given["mix"] = ["full", *["keep", "ddp"] * 2]
+    check(messaging, {key: Plan(model, cluster, tuple(map(Strategy.of, own))) for key, own in given.items()}, name)
+
+
 def test_states_of_8_bits_count_as_such(messaging: WorldPool):
     model = CASES["shorter"].make()
     parts = parts_of(model)
@@ -239,8 +282,8 @@ def check(
     pool: WorldPool,
     given: dict[str, Plan],
     name: str,
-    foreach: bool,
-    reduce_dtype: torch.dtype | None,
+    foreach: bool = True,
+    reduce_dtype: torch.dtype | None = None,
     shape: tuple[int, ...] = (),
 ) -> None:
     """Hold the peaks of some plans against what is counted."""

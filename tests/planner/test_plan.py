@@ -143,7 +143,7 @@ def broken(change):
         (broken(lambda r: r.update(cluster=[])), "plan.cluster: must be an object"),
         (
             broken(lambda r: r.update(schema=6)),
-            "must be a plan of schema 9, but it is of 6. Plan again",
+            "must be a plan of schema 10, but it is of 6. Plan again",
         ),
         (broken(lambda r: r.update(schema=0)), "plan: must be a plan of schema [0-9]+, but it is of 0"),
         (broken(lambda r: r.update(colour="red")), "plan: must have the fields .* but 'colour' is unknown"),

@@ -167,6 +167,7 @@ def test_tied_weights_and_parameters_of_the_root_are_used_where_they_are():
     parts = (Part("body", (model.body,), ("body.weight", "body.bias")), Part("root", (model,), ("scale", "emb.weight")))
     found = trace(model, torch.zeros(4, 3, dtype=torch.int64), parts)
     assert [found.parts[i].label for i in found.order] == ["root", "body"]  # the embedding comes first
+    assert {found.parts[i].label for i in found.used_throughout} == {"root"}
     assert found.flops == 3 * 2 * 12 * (8 * 8 + 8 * 16)
 
 
