@@ -297,7 +297,7 @@ class Unsharding:
     def _put(self, kind: _Kind) -> None:
         """Gather, and put full tensors in the place of the sharded parameters."""
         unit = self._unit
-        if unit.is_mixed:
+        if not unit.is_plain:
             unit.was_unsharded = True
             unit.model.forwards.regions.note_use(unit.model.forwards)
         fulls, params = unit.copies.fulls(), unit.params

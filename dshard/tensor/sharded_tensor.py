@@ -917,10 +917,13 @@ class OffloadedShardedTensor(MixedShardedTensor):
     def _device_here(self) -> torch.device:
         """The device of its value where it is used now.
 
-        Activation checkpointing asks in the forward, and again once a recomputation is over: it is told the same.
+        Activation checkpointing asks in the forward, and again once a recomputation is over: it is told the same, also
+        of views, for which full tensors may stand in one of the two.
         """
-        source: Any = self.gather_source
-        is_away = source is not None and (source.is_running or module_that_called() == "torch.utils.checkpoint")
+        source: Any = (self if self._view is None else self._view.base).gather_source
+        is_away = source is not None and (
+            source.is_running or source.is_recomputed or module_that_called() == "torch.utils.checkpoint"
+        )
         found: torch.device = _DEVICE.__get__(self) if is_away else self.storage_device
         return found
 

@@ -526,6 +526,10 @@ class GatherSource(Protocol):
     def is_running(self) -> bool:
         """Whether any forward of its model runs."""
 
+    @property
+    def is_recomputed(self) -> bool:
+        """Whether a part of a forward in which it was unsharded runs again by itself, in backward."""
+
     def full(self, slot: int, view: View | None = None, use: Use | None = None) -> Tensor:
         """The full value of the unit's parameter number `slot`, or a view of it, gathered if need be, for a use."""
 

@@ -168,6 +168,8 @@ class TracedSource:
         """Whether a forward runs: nobody asks in a graph."""
         return True
 
+    is_recomputed = False  # no part of a graph runs again by itself
+
     def compute_dtype(self, slot: int) -> torch.dtype | None:
         """None: it is used in the dtype that it is kept in."""
         return None
@@ -177,7 +179,7 @@ class TracedSource:
         return False
 
     def unsharded_again(self, slot: int) -> None:
-        """No part of a graph runs again by itself."""
+        """None: no part of a graph runs again by itself."""
 
     def pinned(self, slot: int) -> Tensor | None:
         """None: no scope holds it."""

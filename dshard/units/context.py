@@ -603,7 +603,7 @@ class Forwards:
         self.num_running = 0  # nested ones too
         self.regions = Regions()
         self.is_autocasting = False  # the one that started or ended last
-        self._is_told = False  # parameters under mixed precision know that some run, or may again
+        self._is_told = False  # parameters with another dtype or device there know that some run, or may again
         self._awaits_backward = False  # in which parts of a forward may run again
         self._is_mixed = False
         self._is_plain: bool | None = None  # whether no value depends on where it is used; as soon as it is asked for
@@ -629,7 +629,7 @@ class Forwards:
             self._is_mixed = any(unit.is_mixed for unit in units)
             self._is_plain = all(unit.is_plain for unit in units)
             self._device_type = next((p.shard_group.device_type for unit in units for p in unit.params), "cpu")
-        is_told = self._is_mixed and (num_running > 0 or self._awaits_backward)
+        is_told = (self._is_mixed and num_running > 0) or self._awaits_backward
         if num_running and not self.num_running and not self._is_plain:
             self.regions.begin()
         elif not num_running:
@@ -642,7 +642,7 @@ class Forwards:
         self.is_autocasting = self.num_running > 0 and torch.is_autocast_enabled(self._device_type)
 
     def await_backward(self, *, is_awaited: bool) -> None:
-        """A backward is to come, in which parts of a forward may run again under mixed precision; or it has ended."""
+        """A backward is to come, in which parts of a forward may run again with its dtypes and devices; or it ended."""
         if is_awaited != self._awaits_backward:
             self._awaits_backward = is_awaited
             self.set_running(self.num_running)

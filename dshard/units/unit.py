@@ -73,7 +73,7 @@ class Unit:
         self.unshardings: dict[nn.Module, Any] = {}  # the forwards of its modules, as the runtime knows them
         self.num_unshards = 0  # in forwards since the last backward ended, that autograd recorded
         self.is_used_beside = False  # by an operation on a sharded parameter, since then, that it may have recorded
-        self.was_unsharded = False  # under mixed precision, in a forward: what is computed again of it is, too
+        self.was_unsharded = False  # in a forward, and has other dtypes or another device there: so has what runs again
         self.first_slice: Any = None  # of its parameter, which may be gathered ahead
         self.slice_bytes = 0  # of slices of its parameter that are gathered or under way
         self.sliced_in = -1  # autograd's number of the backward that last computed a gradient of it in slices
@@ -222,7 +222,7 @@ class Unit:
     def compute_dtype(self, slot: int) -> torch.dtype | None:
         """The dtype of parameter `slot` in the forward that is running, if one is; else None."""
         if not self.model.forwards.num_running:
-            return self.copies.dtypes[slot] if self._is_recomputed else None
+            return self.copies.dtypes[slot] if self.is_recomputed else None
         self.model.forwards.regions.note_use(self.model.forwards)
         return self.copies.dtypes[slot]
 
@@ -240,7 +240,7 @@ class Unit:
             self.model.forwards.regions.note_use(self.model.forwards)
             param.is_used_in_functions |= not torch.is_grad_enabled()
             return True
-        if self._is_recomputed:
+        if self.is_recomputed:
             return True
         if not in_backward():
             if torch.is_grad_enabled():
@@ -259,10 +259,10 @@ class Unit:
 
     def unsharded_again(self, slot: int) -> Tensor | None:
         """The full tensor of parameter `slot`, recorded by autograd, where a part of a forward runs again."""
-        return self.model.unshard_again(self, slot) if self._is_recomputed else None
+        return self.model.unshard_again(self, slot) if self.is_recomputed else None
 
     @property
-    def _is_recomputed(self) -> bool:
+    def is_recomputed(self) -> bool:
         """Whether a part of a forward in which it was unsharded runs again, in backward, without that module's call."""
         return self.was_unsharded and in_backward() and torch.is_grad_enabled() and runs_again()
 

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import dshard
 from dshard.planner import DEVICES, Training, cluster_of
@@ -607,3 +608,52 @@ def test_full_tensors_stand_in_forwards_and_compiled_blocks_take_them(run, reque
     for (losses, weights, _), (others, compiled, _) in zip(eager, run(2, in_forwards, True, precision), strict=True):
         assert losses == others
         assert [name for name, value in weights.items() if not torch.equal(value, compiled[name])] == []
+
+
+class Again(nn.Module):
+    """A part that runs again in backward, within the unit that holds it, and asks where and what its weights are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 17), nn.Linear(17, 8))
+        self.use_reentrant = False
+
+    def run(self, h: Tensor) -> Tensor:
+        weight: Tensor = self.part[1].weight
+        ones = torch.ones(8, dtype=weight.dtype, device=weight.device)
+        return h + self.part(h) * ones + weight.t()[:, 0]
+
+    def forward(self, h: Tensor) -> Tensor:
+        return checkpoint(self.run, h, use_reentrant=self.use_reentrant)
+
+
+def run_again(kind: str, strategy: str, precision: Any, use_reentrant: bool, policy: Any) -> list[Any]:
+    torch.manual_seed(0)
+    blocks = [Again() for _ in range(3)]
+    model = nn.Sequential(nn.Embedding(11, 8), *blocks, nn.Linear(8, 11))
+    options: dict[str, Any] = {"strategy": strategy, "offload_policy": policy}
+    for block in blocks:
+        block.use_reentrant = use_reentrant
+        dshard.fully_shard(block, mesh=mesh_of(kind), mp_policy=precision, **options)
+    dshard.fully_shard(model, mesh=mesh_of(kind), mp_policy=precision, **options)
+    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-2), []
+    for step in range(3):
+        loss = loss_of(model, batch(kind, step))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return [*losses, *(param.full_tensor().cpu().tolist() for param in model.parameters())]
+
+
+def runs_again_alike(kind: str, *how: Any) -> bool:
+    return run_again(kind, *how, policy_of(kind)) == run_again(kind, *how, None)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("precision", [None, MixedPrecisionPolicy(torch.bfloat16, torch.float32)], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("strategy", ["full", "zero2"])
+def test_checkpoints_within_an_offloaded_unit_find_the_devices_and_dtypes_of_its_forward(
+    run, strategy, precision, use_reentrant
+):
+    assert run(2, runs_again_alike, strategy, precision, use_reentrant) == [True] * 2
