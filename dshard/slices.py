@@ -1,7 +1,6 @@
 """`split(q)`: layers whose weight is gathered, used and reduced in slices."""
 
 import math
-import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,23 +16,11 @@ from torch.nn import functional as F
 
 from dshard import collectives
 from dshard.autograd import outside_autograd, profiled
-from dshard.collectives import (
-    Gathered,
-    GatherPlan,
-    Handle,
-    ReduceBucket,
-    Reduced,
-    ReducePlan,
-    RowReduction,
-    Steps,
-    all_reduce_row,
-    tag_of,
-    with_comms,
-)
+from dshard.collectives import Gathered, GatherPlan, Handle, ReducePlan, tag_of, with_comms
 from dshard.errors import UnsupportedOpError
 from dshard.gradients.backward import Backward
 from dshard.gradients.reducer import Reducer
-from dshard.gradients.reduction import label_with_divisor, reduce_steps
+from dshard.gradients.reduction import GradReduction
 from dshard.layout import BucketLayout, ShardLayout
 from dshard.policies import Offload
 from dshard.runtime.module import FSDPModule
@@ -310,14 +297,22 @@ class SliceReduction:
         # Weak, for the gradient that this is in belongs to the weight: the model would be kept alive.
         self._reducer, self._unit = weakref.ref(reducer), weakref.ref(unit)
         param = unit.params[0]
-        self._replicas, self._tag = param.shard_group.replicas, tag_of(param.shard_storage.signature)
-        self._pool, self._hook = unit.model.pool, unit.settings.reduce_hook
-        self._model_token = unit.model.token
-        divisor = unit.settings.divisor
-        self._mean, self._divisor = unit.settings.averages and divisor is None, divisor
         self._dtype = unit.reduce_dtypes[0] or param.storage_dtype
         self._shard = torch.zeros_like(param.shard_storage.resolve(), memory_format=torch.contiguous_format)
-        self._in_flight: tuple[Slice, Steps[Reduced]] | None = None
+        self._in_flight: tuple[Slice, GradReduction] | None = None
+
+    @property
+    def unit(self) -> Unit:
+        """Of the weight, as the owner of reductions."""
+        unit = self._unit()
+        assert unit is not None  # its backward runs
+        return unit
+
+    def on_read(self, reduction: GradReduction) -> None:
+        """Nothing: it reads them itself."""
+
+    def on_finished(self, reduction: GradReduction) -> None:
+        """Nothing: it waits for them itself."""
 
     def add(self, part: Slice, grad: Tensor) -> None:
         """Start to reduce the gradient of a slice, once the one before it is here.
@@ -326,40 +321,29 @@ class SliceReduction:
             A reduce-scatter of its elements, as `ReduceBucket.launch`; where the shards exist more than once, an
             all-reduce of this rank's part of the slice before it.
         """
-        with outside_autograd(), profiled("reduce", part.label, self._model_token):
-            reducer = self._reducer()
-            if reducer is not None:
-                reducer.make_room_for_slice(self)
-            self.settle()
-            label = label_with_divisor(part.label, self._divisor)
-            plan = part.reduce_plan
-            bucket = ReduceBucket(plan, dtype=self._dtype, device=grad.device, label=label, pool=self._pool)
-            bucket.add([0], [grad])
-            all_reduce = None
-            if self._replicas is not None:
-                how = RowReduction(self._mean, label, self._tag, self._pool, plan.num_flags)
-                all_reduce = partial(all_reduce_row, replicas=self._replicas, how=how)
-            started = reduce_steps(bucket, None, all_reduce, self._hook, mean=self._mean)
-            self._in_flight = part, Steps(started)
+        reducer = self._reducer()
+        if reducer is not None:
+            reducer.make_room_for_slice(self)
+        self.settle()
+        reduction = GradReduction(weakref.ref(self), replace(part, dtype=self._dtype), self.unit, part.label)
+        reduction.pack(grad)
+        reduction.launch()
+        self._in_flight = part, reduction
 
     def settle(self) -> None:
         """Wait for the slice that is in flight, if one is, and put it in its place."""
         if self._in_flight is None:
             return
-        part, steps = self._in_flight
-        with outside_autograd(), profiled("reduce_wait", part.label, self._model_token):
-            steps.advance(sys.maxsize)  # raises again, if it is called again
-            self._in_flight = None
-            own = part.rows.of_shard(self._shard, part.group.rank).copy_(steps.result.shards[0])
-            if self._divisor is not None:
-                own.div_(self._divisor)
+        part, reduction = self._in_flight
+        reduced = reduction.finish()  # raises again, if it is called again
+        self._in_flight = None
+        with outside_autograd():
+            part.rows.of_shard(self._shard, part.group.rank).copy_(reduced.shards[0])
 
     def gradient(self) -> ShardedTensor:
         """The reduced gradient, when all slices were added."""
-        unit = self._unit()
-        assert unit is not None  # its backward runs
-        param = unit.params[0]
-        if self._hook is not None or self._replicas is not None:
+        param, hook = self.unit.params[0], self.unit.settings.reduce_hook
+        if hook is not None or param.shard_group.replicas is not None:
             self.settle()  # what follows is started by all ranks at one point of the program
         pending = self if self._in_flight is not None else None
         shard = None if pending is not None else self._shard

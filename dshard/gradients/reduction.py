@@ -34,15 +34,12 @@ from dshard.units.unit import Unit
 _Started = Generator[Handle[Any], None, None]
 
 
-def label_with_divisor(label: str, divisor: float | None) -> str:
-    """The label of a reduction, by which the ranks compare what its sums are divided by, if that was chosen."""
-    return label if divisor is None else f"{label}(divide_factor={divisor})"
-
-
 class _Owner(Protocol):
     """Who keeps the reductions of a unit, and is told of them."""
 
-    unit: Unit
+    @property
+    def unit(self) -> Unit:
+        """The unit."""
 
     def on_read(self, reduction: "GradReduction") -> None:
         """A gradient is read, whose reduction may not have started."""
@@ -61,6 +58,7 @@ class GradReduction:
         owner: Where it is kept; weak, for a gradient that nobody reads must not keep the model alive.
         bucket: Which of the unit's parameters.
         unit: The owner's.
+        label: For messages; the unit's, if none is given.
     """
 
     owes = False
@@ -74,13 +72,15 @@ class GradReduction:
     # The rows in which they have come home, by the address of their memory; weak, for they go with the gradients.
     _home_rows: "weakref.WeakValueDictionary[int, HomeRow] | None" = None
 
-    def __init__(self, owner: "weakref.ref[_Owner]", bucket: Bucket, unit: Unit) -> None:
+    def __init__(self, owner: "weakref.ref[_Owner]", bucket: Bucket, unit: Unit, label: str = "") -> None:
         settings, first, offload = unit.settings, unit.params[bucket.slots[0]], bucket.offload
         self.owner, self._slots, self._index_of = owner, bucket.slots, bucket.index_of
         self._hook, self._divisor = settings.reduce_hook, settings.divisor
         self._mean = settings.averages and settings.divisor is None
         self._plan, self._pool, self._model_token = bucket.reduce_plan, unit.model.pool, unit.model.token
-        self._label = label_with_divisor(unit.label, settings.divisor)
+        self._label = label or unit.label
+        if self._divisor is not None:  # ranks compare by the label what sums are divided by
+            self._label += f"(divide_factor={self._divisor})"
         if offload is not None:
             self._copy_stream = unit.model.copy_stream(offload, inward=False)
             self._is_stepped_later = offload.defers_step and offload.home.type == "cpu"
@@ -160,6 +160,11 @@ class GradReduction:
             return given
         return [self._as_asked(*each) for each in zip(params, grads, given, strict=True)]
 
+    def pack(self, grad: Tensor) -> None:
+        """Take the full gradient of its one parameter, or slice, of which `finish` gives the reduced one."""
+        assert self._bucket is not None
+        self._bucket.add([0], [grad])
+
     def _as_asked(self, param: ShardedTensor, grad: Tensor, reduced: ShardedTensor) -> ShardedTensor:
         """A reduced gradient in the dtype of the one that arrived."""
         if grad.dtype == self._dtype:
@@ -228,7 +233,7 @@ class GradReduction:
         all_reduce = None if owes or self.group.replicas is None else self._all_reduce(self.group.replicas)
         hook = None if owes else self._hook
         with outside_autograd(), profiled("reduce", self._label, self._model_token):
-            self._steps = Steps(reduce_steps(bucket, before, all_reduce, hook, mean=self._mean))
+            self._steps = Steps(_reduce_steps(bucket, before, all_reduce, hook, mean=self._mean))
 
     def _signature(self) -> int:
         """The tag of an all-reduce over replicas, which also hold the same shards."""
@@ -412,7 +417,7 @@ def _compare_values(owner: "weakref.ref[_Owner]", slots: Sequence[int], replicas
         param.shard_storage.tag, param.shard_storage.num_writes = 0, count
 
 
-def reduce_steps(
+def _reduce_steps(
     bucket: ReduceBucket | None,
     before: Reduced | None,
     all_reduce: Callable[[Tensor], _Started] | None,

@@ -225,10 +225,10 @@ def test_a_write_on_one_replica_alone_is_told_in_the_backward(worlds: WorldPool,
         assert TOLD[fn] in said
 
 
-def write_on_one_replica_and_broadcast() -> float:
+def write_on_one_replica_and_broadcast(strategy: str) -> float:
     """As torch's own test of HSDP does, and people who load on the first replica alone; then a step."""
     mesh = mesh_of((2, 2))
-    model = build(mesh)
+    model = build(mesh, strategy=strategy)
     with torch.no_grad():
         for param in model.parameters():
             if dist.get_rank() < 2:
@@ -238,8 +238,9 @@ def write_on_one_replica_and_broadcast() -> float:
     return float(sum(p.grad.full_tensor().sum() for p in model.parameters()))
 
 
-def test_replicas_that_take_what_one_has_written_go_on(worlds: WorldPool):
-    found = worlds.get_world(4).run(write_on_one_replica_and_broadcast)
+@pytest.mark.parametrize("strategy", ["full", "split(2)"])
+def test_replicas_that_take_what_one_has_written_go_on(worlds: WorldPool, strategy):
+    found = worlds.get_world(4).run(write_on_one_replica_and_broadcast, strategy)
     assert found == [found[0]] * 4
     assert found[0] != 0
 
