@@ -136,8 +136,8 @@ class UnitCosts:
         slice_overhead_s: What each further slice costs, in forward and in backward, under `split`.
         is_used_in_backward: Whether its backward uses its parameters. That of an embedding does not, nor that of a
             first linear layer, whose input takes no gradient: they are not gathered for it.
-        is_used_throughout: Whether units that run within its modules lie between uses of its parameters, as between
-            those of a tied embedding: its copy is there from its first use until its backward ends.
+        is_used_throughout: Whether other units lie between uses of its parameters, as between those of a tied
+            embedding: its copy is there from its first use until its backward ends.
         source: Where the figures come from: a measured step, or FLOPs and a device description.
         modules: Names of the modules in whose forward it is in use; of the model itself "".
         checkpointing: Activation checkpointing that these costs are of: "none", "selective" or "full".

@@ -168,6 +168,10 @@ def costs_of(
     names = {module: name for name, module in model.named_modules()}
     for i, memory in zip(trace.order, _memory_of(trace), strict=True):
         own = [params[name] for name in trace.parts[i].params]
+        if i in trace.used_throughout and any(phase.part == i for phase in trace.phases):
+            memory.leave_out_gradients(own)
+        if i in trace.used_outside:  # where it is gathered whole
+            own = [replace(param, can_split=False) for param in own]
         num_trained = sum(1 for p in own if p.grad_itemsize)
         copies = _copies_of(own, device, rates)
         unit = UnitCosts(
@@ -278,6 +282,11 @@ class _Memory:
     forward: int = 0
     backward: int = 0
     gradients: int = 0
+
+    def leave_out_gradients(self, params: Sequence[ParamCosts]) -> None:
+        """Not to count gradients twice that a trace has counted: strategies add the largest and a send buffer."""
+        sizes = [param.numel * param.gather_itemsize for param in params if param.grad_itemsize]
+        self.gradients = max(self.gradients - sum(sizes) - max(sizes, default=0), -self.kept)
 
 
 def _memory_of(trace: Trace) -> list[_Memory]:

@@ -68,7 +68,8 @@ class Trace:
         phases: What ran, in order.
         input_bytes: Of the sample input.
         unused_in_backward: Parts whose parameters backward does not use.
-        used_throughout: Parts whose parameters forward uses before and after those of others, which run within.
+        used_outside: Parts whose parameters forward uses once their modules have run.
+        used_throughout: These, and those whose parameters it uses before and after those of others, which run within.
     """
 
     parts: tuple[Part, ...]
@@ -76,6 +77,7 @@ class Trace:
     phases: tuple[Phase, ...]
     input_bytes: int
     unused_in_backward: frozenset[int] = frozenset()
+    used_outside: frozenset[int] = frozenset()
     used_throughout: frozenset[int] = frozenset()
 
     @property
@@ -303,8 +305,12 @@ class _Recorder(TorchDispatchMode):
         self._num_bytes = [0] * len(parts)  # of the trained parameters of each
         self._in_use: set[int] = set()  # parts of which a parameter was used in the forward of their modules
         self._interrupted: set[int] = set()  # of these, those within which others were used since
+        self._left: set[int] = set()  # parts whose modules have run
+        self._outside: set[int] = set()
         self._throughout: set[int] = set()
-        self._packing: dict[int, list[int]] = {}  # of each part, events ahead of which large gradients are complete
+        self._packing: list[list[int]] = [
+            [] for _ in parts
+        ]  # of each, events ahead of which large gradients are complete
         self._touched: dict[int, None] = {}  # parts in the order in which they run, or are used
         self._stack: list[int] = []
         self._last: int | None = None
@@ -327,7 +333,8 @@ class _Recorder(TorchDispatchMode):
             life = self._lives.get(id(piece.untyped_storage()))
             if life is not None:
                 life.gradient_of, life.packed = part, len(self._events)
-                self._packing.setdefault(part, []).extend([life.packed] * (life.num_bytes > SMALL_GRAD_BYTES))
+                if life.num_bytes > SMALL_GRAD_BYTES:
+                    self._packing[part].append(life.packed)
 
     def enter(self, part: int) -> None:
         """The forward of a part's module begins."""
@@ -339,6 +346,7 @@ class _Recorder(TorchDispatchMode):
         self._last = self._stack.pop()
         self._in_use.discard(self._last)
         self._interrupted.discard(self._last)
+        self._left.add(self._last)
         if self._stack:
             self._note_change(self._stack[-1])
 
@@ -388,7 +396,9 @@ class _Recorder(TorchDispatchMode):
         if self._is_backward:
             self._used_in_backward.add(part)
             return
-        if part in self._interrupted:
+        if part in self._left and part not in self._stack:
+            self._outside.add(part)
+        elif part in self._interrupted:
             self._throughout.add(part)
             self._interrupted.remove(part)
         self._in_use.add(part)
@@ -426,17 +436,19 @@ class _Recorder(TorchDispatchMode):
         first_part = self._changes[0][1] if self._changes else 0
         unused = frozenset(range(len(self._parts))) - self._used_in_backward
         order = tuple(dict.fromkeys((*self._touched, *self._part_of_param.values())))  # last what nobody used
+        self._throughout |= self._outside
         lives = (*self._ended, *self._lives.values())
         counted = [life for life in lives if life.gradient_of is None] + self._waiting_gradients(lives)
         gradients = sorted(life.born for life in lives if life.gradient_of is not None)
         phases = _phases_of(self._events, counted, gradients, first_part)
-        return Trace(self._parts, order, phases, input_bytes, unused, frozenset(self._throughout))
+        outside, throughout = frozenset(self._outside), frozenset(self._throughout)
+        return Trace(self._parts, order, phases, input_bytes, unused, outside, throughout)
 
     def _waiting_gradients(self, lives: Iterable[_Life]) -> list[_Life]:
         """What gradients take while other parts run: each until it is complete, and what they are packed into."""
         found = [replace(life, died=life.packed) for life in lives if life.gradient_of in self._throughout]
         for part in self._throughout:
-            packing = self._packing.get(part, [0])
-            if packing[0] < packing[-1]:
+            packing = self._packing[part]
+            if packing and packing[0] < packing[-1]:
                 found.append(_Life(self._num_bytes[part], packing[0] - 1, packing[-1]))  # beside the first of them
         return found

@@ -44,26 +44,31 @@ def linears(widths: tuple[int, ...]) -> nn.Module:
 
 
 class Ends(nn.Module):
-    """A weight looked up first, and the same one, or one beside it in the root, as the last product.
+    """A weight looked up first, and the last product with the same one, or one beside it.
 
     Args:
-        is_tied: Whether it is the same.
+        kind: "tied" for one parameter of the root, "beside" for two, "outside" for an embedding's weight, which is the
+            last product's, too.
         num_repeats: Copies of what is computed between, of which the mean goes on: with many the middle has the peak.
     """
 
-    def __init__(self, is_tied: bool, num_repeats: int) -> None:
+    def __init__(self, kind: str, num_repeats: int) -> None:
         super().__init__()
-        self.embedding = nn.Parameter(torch.randn(1500, 128) / 12)
-        self.head = self.embedding if is_tied else nn.Parameter(torch.randn(1500, 128) / 12)
+        self.embedding, self.kind = nn.Embedding(1500, 128), kind
+        if kind != "outside":
+            self.weight = self.embedding.weight
+            del self.embedding
+            self.head = nn.Parameter(torch.randn(1500, 128)) if kind == "beside" else self.weight
         self.blocks = nn.ModuleList(nn.Linear(128, 128) for _ in range(4))
         self.num_repeats = num_repeats
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x = nn.functional.embedding(tokens, self.embedding)
+        is_outside = self.kind == "outside"
+        x = self.embedding(tokens) if is_outside else nn.functional.embedding(tokens, self.weight)
         for block in self.blocks:
             repeated = block(x).repeat(self.num_repeats, 1).tanh()
             x = repeated.view(self.num_repeats, *x.shape).mean(0)
-        return nn.functional.linear(x[:4], self.head)
+        return nn.functional.linear(x[:4], self.embedding.weight if is_outside else self.head)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,8 +103,8 @@ CASES = {
         lambda: torch.arange(32).view(2, 16),
     ),
     **{
-        f"{text}, {num_repeats}": Case(partial(Ends, text == "tied", num_repeats), lambda: torch.arange(32))
-        for text in ("tied", "beside")
+        f"{kind}, {num_repeats}": Case(partial(Ends, kind, num_repeats), lambda: torch.arange(32))
+        for kind in ("tied", "beside", "outside")
         for num_repeats in (1, 64)
     },
 }
@@ -209,16 +214,16 @@ def test_through_memory_full_values_count_once_per_host_and_what_is_put_out_unti
 
 
 @pytest.mark.parametrize("num_repeats", [1, 64])
-@pytest.mark.parametrize("text", ["tied", "beside"])
+@pytest.mark.parametrize("kind", ["tied", "beside", "outside"])
 def test_weights_used_at_both_ends_of_a_model_have_copies_and_gradients_in_between(
-    messaging: WorldPool, text, num_repeats
+    messaging: WorldPool, kind, num_repeats
 ):
-    name = f"{text}, {num_repeats}"
+    name = f"{kind}, {num_repeats}"
     model = costs(name, True, None)
     cluster, num_units = Cluster(2, 2, MESSAGES), len(model.units)
-    assert [unit.is_used_throughout for unit in model.units] == [True] + [False] * 4
+    assert [unit.is_used_throughout for unit in model.units] == [True] + [False] * (num_units - 1)
     given = {text: [text] * num_units for text in ("full", "keep", "zero2", "ddp")}
-    given["mix"] = ["full", *["keep", "ddp"] * 2]
+    given["mix"] = ["full", *["keep", "ddp"] * 2][:num_units]
     check(messaging, {key: Plan(model, cluster, tuple(map(Strategy.of, own))) for key, own in given.items()}, name)
 
 
