@@ -204,8 +204,7 @@ def _compare(who: str, facts: Mapping[str, Fact], group: ShardGroup) -> None:
 def _are_same(texts: Sequence[str], group: ShardGroup, label: str = "comparison of what the ranks pass") -> list[bool]:
     """Which of as many texts on each rank are equal on all ranks."""
     crcs = torch.tensor([zlib.crc32(text.encode()) for text in texts], dtype=torch.int64, device=group.device_type)
-    found: list[bool] = agree(crcs, group, label).tolist()
-    return found
+    return agree(crcs, group, label).tolist()
 
 
 def _first_differing(texts: Sequence[str], group: ShardGroup) -> int:

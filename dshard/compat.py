@@ -88,5 +88,4 @@ def no_sync(module: Any) -> AbstractContextManager[None]:
     Communicates:
         Nothing. Reading such a gradient reduces it.
     """
-    context: AbstractContextManager[None] = arguments.sharded_module("no_sync", "module", module).no_sync()
-    return context
+    return arguments.sharded_module("no_sync", "module", module).no_sync()

@@ -286,8 +286,7 @@ def full_gradient(param: ShardedTensor) -> Tensor | None:
     grad: Any = param.grad
     if grad is None:
         return None
-    full: Tensor = grad.full_tensor() if isinstance(grad, ShardedTensor) else grad.clone()
-    return full
+    return grad.full_tensor() if isinstance(grad, ShardedTensor) else grad.clone()
 
 
 @contextmanager

@@ -59,8 +59,7 @@ def kept_for(group: ProcessGroup, key: Hashable, make: Callable[[], T]) -> T:
     kept = known[1]
     if key not in kept:
         kept[key] = make()
-    found: T = kept[key]
-    return found
+    return kept[key]
 
 
 def kept_for_all(key: Hashable) -> list[Any]:

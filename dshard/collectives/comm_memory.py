@@ -37,8 +37,7 @@ class BackendMemory:
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device, group: ProcessGroup) -> Tensor:
         """As `CommMemory.allocate`."""
-        memory: Tensor = group._get_backend(device).allocate_tensor(numel, dtype=dtype, device=device)
-        return memory
+        return group._get_backend(device).allocate_tensor(numel, dtype=dtype, device=device)
 
     def register(self, tensor: Tensor, group: ProcessGroup) -> None:
         """Nothing: the allocator has."""

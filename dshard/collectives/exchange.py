@@ -516,7 +516,7 @@ class Exchange:
             raise DivergenceError(
                 f"'{self._label}': all ranks must exchange values of the same shapes and dtypes, but rank {peer} sends "
                 f"{'others' if offer is None else f'{offer.num_bytes:,} bytes'}, and this one waits for {expected:,} "
-                "bytes. Make every rank build the same model."
+                "bytes. Make every rank build the same model, and train the same parameters of it (requires_grad)."
             )
         if memory is not None and self._reads_rows:
             return  # to be read where it is

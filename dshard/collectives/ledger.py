@@ -287,8 +287,7 @@ def _checksum(entries: Sequence[_Entry]) -> int:
 
 
 def _ledger_of(group: ShardGroup) -> _Ledger:
-    found: _Ledger = kept_for(group.process_group, ("ledger", group.name), lambda: _Ledger(group))
-    return found
+    return kept_for(group.process_group, ("ledger", group.name), lambda: _Ledger(group))
 
 
 def _look() -> None:

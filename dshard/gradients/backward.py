@@ -454,8 +454,7 @@ def route_gradient(param: ShardedTensor, grad: Tensor | None) -> Tensor | None:
     if not torch.is_grad_enabled() and not torch.is_inference_mode_enabled():  # as in every ordinary backward
         return backward.receive(unit, param.gather_slot, _plain(grad), may_wait=is_alone)
     if torch.is_grad_enabled() and grad.requires_grad:
-        out: Tensor = _ReduceGrad.apply(grad, unit, param.gather_slot, backward)
-        return out
+        return _ReduceGrad.apply(grad, unit, param.gather_slot, backward)
     with outside_autograd():
         return backward.receive(unit, param.gather_slot, _plain(grad), may_wait=is_alone)
 

@@ -164,8 +164,7 @@ def _compute_s(run: Run, terms: Terms, values: Mapping[str, float]) -> Floats:
     traffic = terms.operands_s * values["operands"] + terms.attention_bytes_s + terms.copied_s * values["copies"]
     traffic = traffic + terms.other_s * (values["fused"] if run.is_compiled else 1.0)
     product, attention = (of_family(values, name, run.device) for name in ("product", "attention"))
-    found: Floats = terms.product_s / product + terms.attention_s / attention + traffic / values["memory"]
-    return found
+    return terms.product_s / product + terms.attention_s / attention + traffic / values["memory"]
 
 
 def fitted(runs: Sequence[Run], known: Mapping[str, Constant]) -> dict[str, Constant]:

@@ -164,8 +164,7 @@ def device_named(name: Device | str) -> Device:
     Raises:
         ArgumentError: There is none of this name.
     """
-    found: Device = find_device("device_named", "name", name)
-    return found
+    return find_device("device_named", "name", name)
 
 
 def find_device(who: str, name: str, value: Device | str | None, *, or_none: bool = False) -> Any:

@@ -359,8 +359,7 @@ class Best:
         changed = chain.costs[units, before, :, after].copy()
         changed[1:] += chain.costs[units[:-1], before[:-1], chosen[:-1], :][:, chain.after]
         changed[:-1] += chain.costs[units[1:], :, chosen[1:], after[1:]][:, chain.before]
-        losses: Floats = changed - changed[units, chosen][:, None]
-        return losses
+        return changed - changed[units, chosen][:, None]
 
 
 def _apart(units: Ints) -> Iterator[int]:
@@ -673,8 +672,7 @@ class _Front:
 
 def _after(values: Floats) -> Floats:
     """For each unit the sum over those after it; shape (units, rows)."""
-    sums: Floats = np.cumsum(values[::-1], axis=0)[::-1] - values
-    return sums
+    return np.cumsum(values[::-1], axis=0)[::-1] - values
 
 
 def _parted(terms: Floats, closed: Floats) -> Ints:
@@ -785,8 +783,7 @@ def _leveled(chain: Chain, best: Smallest, enough_bytes: int) -> Smallest:
 def _worth(loads: Floats, scale: float) -> Floats:
     """The logarithm of what rows of so many bytes count together; shape (options)."""
     most = loads.max(axis=1)
-    found: Floats = most + scale * np.log(np.exp((loads - most[:, None]) / scale).sum(axis=1))
-    return found
+    return most + scale * np.log(np.exp((loads - most[:, None]) / scale).sum(axis=1))
 
 
 def _between(chain: Chain, best: Smallest) -> Smallest:

@@ -614,14 +614,12 @@ FSDPModule.set_reduce_scatter_divide_factor = FSDPModule.set_gradient_divide_fac
 
 def original_class(cls: type[nn.Module]) -> type[nn.Module]:
     """The class that a class of sharded modules was made of."""
-    found: type[nn.Module] = cls.__bases__[1]
-    return found
+    return cls.__bases__[1]
 
 
 def _new_sharded(cls: type[nn.Module]) -> nn.Module:
     """Unpickle: an empty module of the sharded class of `cls`."""
-    module: nn.Module = object.__new__(sharded_class(cls))  # type: ignore[arg-type]
-    return module
+    return object.__new__(sharded_class(cls))  # type: ignore[arg-type]
 
 
 @cache

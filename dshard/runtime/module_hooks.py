@@ -50,8 +50,7 @@ class Casts:
     @classmethod
     def of(cls, module: nn.Module) -> "Casts | None":
         """The casts of a module, if it has any."""
-        found: Casts | None = module.__dict__.get(_ATTRIBUTE)
-        return found
+        return module.__dict__.get(_ATTRIBUTE)
 
     def cast_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Arguments as the module takes them."""
@@ -255,8 +254,7 @@ def with_tokens(values: Any) -> Any:
     def depend(value: Tensor) -> Tensor:
         if not _may_depend(value) or not (needs_all or value.requires_grad):
             return value
-        depending: Tensor = _Depend.apply(value, *tokens)
-        return depending
+        return _Depend.apply(value, *tokens)
 
     return converted(values, depend)
 

@@ -184,8 +184,7 @@ def _taken_as(value: DTensor, sharded: list[ShardedTensor]) -> ShardedTensor | N
 def _as_dtensor(value: ShardedTensor) -> DTensor:
     """A sharded tensor as a plain DTensor over the same memory; of a view, one of its full value."""
     if value._view is not None:
-        whole: DTensor = value.redistribute(placements=[Replicate()] * value.device_mesh.ndim)
-        return whole
+        return value.redistribute(placements=[Replicate()] * value.device_mesh.ndim)
     meta = value._spec.tensor_meta
     assert meta is not None
     local = value.shard_storage.resolve()

@@ -315,8 +315,7 @@ def whole(value: Tensor) -> Tensor:
     if type(value) is not DTensor:
         return value
     with torch.no_grad():
-        full: Tensor = value.full_tensor()
-        return full
+        return value.full_tensor()
 
 
 def viewed(value: Tensor, steps: tuple[ViewStep, ...]) -> Tensor:
@@ -340,8 +339,7 @@ def _take_local(operand: Tensor) -> Tensor:
             "to_local: what it gives within a forward can be read and takes gradients, but it was written to. Write to "
             "the parameter itself."
         )
-    local: Tensor = operand._local_tensor
-    return local
+    return operand._local_tensor
 
 
 _STEP: Any = ViewStep(_take_local, (), {})  # type: ignore[arg-type]
@@ -373,8 +371,7 @@ class LocalTensor(torch.autograd.Function):
         local = ViewMeta(torch.Size(layout.shape), gathered_stride(layout, tensor.stride()), tensor.dtype)
         computes = tensor.computes()
         key = computes, "to_local"
-        view: Tensor = tensor.lazy_view((_STEP,), tensor.view_spec(local), key, computes=computes)
-        return view
+        return tensor.lazy_view((_STEP,), tensor.view_spec(local), key, computes=computes)
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:

@@ -82,8 +82,7 @@ class FullResult(Tensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         plain = self.as_subclass(Tensor)
         memo.setdefault(id(memo), []).append(plain)  # as `copy` does: known by its id, it must live as long
-        copied: Tensor = plain.__deepcopy__(memo)
-        return copied
+        return plain.__deepcopy__(memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.as_subclass(Tensor).__reduce_ex__(protocol)

@@ -55,8 +55,7 @@ def _grad(tensor: Any) -> Tensor | None:
         source = tensor.gather_source
         if source is not None and source.is_running and not getattr(source, "is_traced", False):
             return None
-    grad: Tensor | None = _GRAD.__get__(tensor)
-    return grad
+    return _GRAD.__get__(tensor)
 
 
 _GRAD: Any = Tensor.grad  # descriptor
@@ -287,8 +286,7 @@ class ShardedBase(DTensor):
     @property
     def storage_dtype(self) -> torch.dtype:
         """The dtype of its shards; of a view, that of its elements."""
-        found: torch.dtype = _DTYPE.__get__(self)
-        return found
+        return _DTYPE.__get__(self)
 
     def compute_dtype(self) -> torch.dtype | None:
         """The dtype that it has in the forward that is running, where that is not the one it is kept in; of no view."""
@@ -298,8 +296,7 @@ class ShardedBase(DTensor):
     @property
     def storage_device(self) -> torch.device:
         """The device of its shard."""
-        found: torch.device = self.device
-        return found
+        return self.device
 
     @property
     def offload(self) -> Offload | None:
@@ -336,15 +333,13 @@ class ShardedBase(DTensor):
             Nothing; waits for a gradient that is in flight.
         """
         if is_in_forward(self) and not self.is_view:
-            local: Tensor = LocalTensor.apply(self, grad_placements)
-            return local
+            return LocalTensor.apply(self, grad_placements)
         if self.is_view:
             raise UnsupportedOpError(
                 f"{self.name}: to_local needs a tensor that is itself sharded, but this is a view of one (shape "
                 f"{tuple(self.shape)}). Use full_tensor(), or to_local() of the tensor that was viewed."
             )
-        shard: Tensor = self._local_tensor
-        return shard
+        return self._local_tensor
 
     def full_tensor(self, *, grad_placements: Any = None) -> Tensor:
         """The full value as a plain tensor of the caller's own, equal on all ranks; differentiable.
@@ -355,8 +350,7 @@ class ShardedBase(DTensor):
         Communicates:
             As `materialize`.
         """
-        full: Tensor = FullTensor.apply(self)
-        return full
+        return FullTensor.apply(self)
 
     def redistribute(self, device_mesh: DeviceMesh | None = None, placements: Any = None, **_: Any) -> DTensor:
         """This tensor in other placements: its own, or replicated.
@@ -843,8 +837,7 @@ class MixedShardedTensor(ShardedTensor):
             if num_kept is not None:
                 args = (*args[:num_kept], *map(_in_compute_dtype, args[num_kept:]))
                 kwargs = {k: _in_compute_dtype(v) for k, v in (kwargs or {}).items()}
-            result: Tensor = func(*args, **(kwargs or {}))
-            return result
+            return func(*args, **(kwargs or {}))
 
 
 def note_forward(change: int) -> None:
@@ -924,8 +917,7 @@ class OffloadedShardedTensor(MixedShardedTensor):
         is_away = source is not None and (
             source.is_running or source.is_recomputed or module_that_called() == "torch.utils.checkpoint"
         )
-        found: torch.device = _DEVICE.__get__(self) if is_away else self.storage_device
-        return found
+        return _DEVICE.__get__(self) if is_away else self.storage_device
 
     device: Any = property(_device_here)
     is_cuda: Any = property(lambda self: self.device.type == "cuda")

@@ -155,5 +155,4 @@ class FullTensor(torch.autograd.Function):
         if ctx.tp is None:
             return grad
         whole: Any = DTensor.from_local(grad, ctx.tp.mesh, [Replicate()] * ctx.tp.mesh.ndim, run_check=False)
-        shard: Tensor = whole.redistribute(placements=ctx.tp.placements)
-        return shard
+        return whole.redistribute(placements=ctx.tp.placements)

@@ -156,8 +156,7 @@ class TracedSource:
         gather = torch.ops.dshard.gather.default
         lower_gathers(gather)
         shape, dtype = list(layout.shape), tensor.storage_dtype
-        gathered: Tensor = gather(shard, shape, list(stride), dim, tensor.shard_group.name, dtype, device, is_own=True)
-        return gathered
+        return gather(shard, shape, list(stride), dim, tensor.shard_group.name, dtype, device, is_own=True)
 
     def full_in(self, slot: int, dtype: torch.dtype, use: Use | None = None) -> Tensor:
         """The full value in a given dtype."""
