@@ -4,8 +4,9 @@ Collectives do it so, and the planner counts with the same numbers.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from dshard.errors import PlacementError
 
@@ -18,6 +19,7 @@ SLOT_BYTES = 16  # of which what owners are sent of a tensor is a multiple: as e
 ROUND_BYTES = 8 << 20  # of the tensors that one owner steps at a time, unless one alone is larger
 SMALL_GRAD_BYTES = 1 << 16  # up to this size gradients wait as they are, to be packed when their bucket leaves
 _FLAGS_NUMEL = 16  # of which a row of flags is a multiple
+_T = TypeVar("_T")
 
 
 def flags_numel(num_tensors: int) -> int:
@@ -249,15 +251,30 @@ def rounds_of(num_bytes: Sequence[int], owners: Sequence[int]) -> list[list[int]
     Returns:
         The places of those of each round, by owner.
     """
-    of_owner: dict[int, list[list[int]]] = {}
-    last_bytes: dict[int, int] = {}  # of the last round of each owner
-    for i in sorted(range(len(owners)), key=lambda i: -num_bytes[i]):
-        mine = of_owner.setdefault(owners[i], [[]])
-        last_bytes[owners[i]] = last_bytes.get(owners[i], 0) + num_bytes[i]
-        if mine[-1] and last_bytes[owners[i]] > ROUND_BYTES:
-            mine.append([])
-            last_bytes[owners[i]] = num_bytes[i]
-        mine[-1].append(i)
-    num_rounds = max(map(len, of_owner.values()), default=0)
-    owned = [mine for _, mine in sorted(of_owner.items())]
+    places = sorted(range(len(owners)), key=lambda i: (owners[i], -num_bytes[i]))
+    owned = [list(packs(mine, num_bytes.__getitem__, ROUND_BYTES)) for mine in by_kind(places, owners.__getitem__)]
+    num_rounds = max(map(len, owned), default=0)
     return [[i for mine in owned if number < len(mine) for i in mine[number]] for number in range(num_rounds)]
+
+
+def by_kind(items: Iterable[_T], kind_of: Callable[[_T], Hashable]) -> Iterable[list[_T]]:
+    """Items of one kind together, kinds in the order in which their first ones come."""
+    kinds: dict[Hashable, list[_T]] = {}
+    for item in items:
+        kinds.setdefault(kind_of(item), []).append(item)
+    return kinds.values()
+
+
+def packs(items: Iterable[_T], size_of: Callable[[_T], int], most: int) -> Iterator[list[_T]]:
+    """Items in order, as many together as are no larger than `most` in all; a larger one is alone."""
+    pack: list[_T] = []
+    total = 0
+    for item in items:
+        size = size_of(item)
+        if pack and total + size > most:
+            yield pack
+            pack, total = [], 0
+        pack.append(item)
+        total += size
+    if pack:
+        yield pack

@@ -14,7 +14,7 @@ from dshard import arguments
 from dshard.autograd import outside_autograd
 from dshard.compiling import outside_of_graphs
 from dshard.errors import StateError, UnsupportedOpError
-from dshard.layout import ShardLayout
+from dshard.layout import ShardLayout, by_kind
 from dshard.optimizer.blocks import Blocks, Range, chunks
 from dshard.optimizer.eight_bit import Hyperparameters, adamw, dequantize, quantize, scales_of
 from dshard.optimizer.scales import Scales, Wanted, check_scales, largest_of_all
@@ -333,11 +333,11 @@ def _end_cut(items: Sequence[tuple[_ParamStep, Blocks]]) -> None:
     Communicates:
         An all-reduce over each group of ranks that cuts some of them.
     """
-    kinds: dict[tuple[Any, ...], list[tuple[_ParamStep, Blocks]]] = {}
-    for item, blocks in items:
-        names = [group.full_name for group in distinct_groups(item.param)]
-        kinds.setdefault((*names, item.grad.device), []).append((item, blocks))
-    for same in kinds.values():
+
+    def kind(item: tuple[_ParamStep, Blocks]) -> tuple[Any, ...]:
+        return *(group.full_name for group in distinct_groups(item[0].param)), item[0].grad.device
+
+    for same in by_kind(items, kind):
         first = same[0][0].param
         largest = [each for item, blocks in same for each in item.largest_in_cut(blocks)]
         label = f"scales of '{_name_of(first)}' and {len(same) - 1} more"

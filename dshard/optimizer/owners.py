@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from dshard.autograd import outside_autograd
 from dshard.compiling import outside_of_graphs
 from dshard.errors import StateError, UnsupportedOpError
-from dshard.layout import ROUND_BYTES, ShardLayout, assign, product_cost, rounds_of
+from dshard.layout import ROUND_BYTES, ShardLayout, assign, by_kind, packs, product_cost, rounds_of
 from dshard.optimizer.exchange import Owner, Piece, collect, num_owners, said_by_all, segments, spread
 from dshard.optimizer.replace import (
     Move,
@@ -240,27 +240,16 @@ def _bring_back_all(held: Sequence[_Holding]) -> None:
 
 def _chunks(held: Sequence[_Holding]) -> Iterator[list[_Holding]]:
     """Holdings that can be brought back together."""
-    kinds: dict[tuple[str, ...], list[_Holding]] = {}
-    for holding in held:
-        kinds.setdefault(holding.owner.key, []).append(holding)
-    for same in kinds.values():
-        chunk: list[_Holding] = []
-        num_bytes = 0
-        for holding in same:
-            size = sum(math.prod(full_shape(layout)) * dtype.itemsize for layout, dtype, _ in holding.kinds.values())
-            if chunk and num_bytes + size > ROUND_BYTES:
-                yield chunk
-                chunk, num_bytes = [], 0
-            chunk.append(holding)
-            num_bytes += size
-        yield chunk
+
+    def num_bytes(holding: _Holding) -> int:
+        return sum(math.prod(full_shape(layout)) * dtype.itemsize for layout, dtype, _ in holding.kinds.values())
+
+    for same in by_kind(held, lambda holding: holding.owner.key):
+        yield from packs(same, num_bytes, ROUND_BYTES)
 
 
 def _rounds(assigned: Sequence[_Assigned]) -> Iterator[list[_Assigned]]:
-    kinds: dict[tuple[str, ...], list[_Assigned]] = {}
-    for item in assigned:
-        kinds.setdefault(item.owner.key, []).append(item)
-    for same in kinds.values():
+    for same in by_kind(assigned, lambda item: item.owner.key):
         num_bytes = [item.param.numel() * item.param.storage_dtype.itemsize for item in same]
         for places in rounds_of(num_bytes, [item.owner.place for item in same]):
             yield [same[place] for place in places]

@@ -21,7 +21,7 @@ from dshard.collectives import GatherPlan, ReduceBucket, ReducePlan, shard_of
 from dshard.errors import StateError
 from dshard.gradients.backward import hook_gradient
 from dshard.gradients.reducer import Reducer
-from dshard.layout import MIN_DIRECT_BYTES, BucketLayout, ShardLayout
+from dshard.layout import MIN_DIRECT_BYTES, BucketLayout, ShardLayout, by_kind, packs
 from dshard.optimizer.rows import Rows
 from dshard.tensor import MixedShardedTensor, OffloadedShardedTensor, ShardedTensor
 from dshard.tensor.meshes import gathered_stride, group_of, placements_of, tp_layout_of
@@ -241,25 +241,16 @@ def _relocate(moves: Sequence[Move]) -> None:
 
 def _chunks(moves: Sequence[Move]) -> Iterator[list[Move]]:
     """Moves that can be gathered together, in an order that is the same on all ranks."""
-    kinds: dict[Any, list[Move]] = {}
-    for move in moves:
+
+    def kind(move: Move) -> tuple[Any, ...]:
         tensor = move.tensor
-        kind = (
-            tensor.shard_group.full_name,
-            tensor.storage_dtype,
-            tensor.storage_device,
-            tensor.shard_layout.dim is None,
-        )
-        kinds.setdefault(kind, []).append(move)
-    for same in kinds.values():
-        max_bytes = min(_MAX_BYTES, max(move.num_bytes for move in same))
-        chunk: list[Move] = []
-        for move in sorted(same, key=lambda move: move.num_bytes, reverse=True):  # small ones fill up
-            if chunk and sum(m.num_bytes for m in chunk) + move.num_bytes > max_bytes:
-                yield chunk
-                chunk = []
-            chunk.append(move)
-        yield chunk
+        is_whole = tensor.shard_layout.dim is None
+        return tensor.shard_group.full_name, tensor.storage_dtype, tensor.storage_device, is_whole
+
+    num_bytes = attrgetter("num_bytes")
+    for same in by_kind(moves, kind):
+        largest_first = sorted(same, key=num_bytes, reverse=True)  # small ones fill up
+        yield from packs(largest_first, num_bytes, min(_MAX_BYTES, largest_first[0].num_bytes))
 
 
 def _fulls(tensors: Sequence[ShardedTensor]) -> list[Tensor]:

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from dshard.interpreter import is_referred_to
-from dshard.layout import ROW_NUMEL
+from dshard.layout import ROW_NUMEL, packs
 from dshard.tensor.sharded_tensor import SHARDED, ShardedTensor
 from dshard.tensor.storage import ShardStorage, shards_of
 
@@ -399,24 +399,10 @@ def _kinds(optimizer: Optimizer) -> Iterator[tuple[int, list[ShardedTensor], lis
                 if alike is not None:
                     found[number, *alike].append(param)
     for (number, *_), same in found.items():  # type: ignore[misc]
-        for params in _cut(same):
-            params.sort(key=lambda param: param.dim() > 1)
-            yield number, params, [state.get(param, {}) for param in params]
-
-
-def _cut(params: Sequence[ShardedTensor]) -> Iterator[list[ShardedTensor]]:
-    """Parameters that are of one kind, as many together as make a row."""
-    row: list[ShardedTensor] = []
-    numel = 0
-    for param in params:
-        size = param.shard_storage.resolve().numel()
-        if numel + size > _MAX_NUMEL:
-            yield row
-            row, numel = [], 0
-        row.append(param)
-        numel += size
-    if len(row) >= FEWEST_IN_ROW:
-        yield row
+        for params in packs(same, lambda param: param.shard_storage.resolve().numel(), _MAX_NUMEL):
+            if len(params) >= FEWEST_IN_ROW:
+                params.sort(key=lambda param: param.dim() > 1)
+                yield number, params, [state.get(param, {}) for param in params]
 
 
 def _is_small(param: ShardedTensor, *, is_fused: bool) -> bool:

@@ -19,7 +19,7 @@ from dshard import collectives
 from dshard.autograd import outside_autograd
 from dshard.collectives import ReduceOp, ShardGroup, shard_of
 from dshard.errors import StateError
-from dshard.layout import ShardLayout
+from dshard.layout import ShardLayout, by_kind, packs
 from dshard.optimizer.blocks import Blocks
 from dshard.optimizer.replace import full_values, place_beside, place_of, sharded_beside
 from dshard.tensor.meshes import distinct_groups
@@ -234,19 +234,8 @@ def largest_of_all(values: Sequence[Tensor], groups: Sequence[ShardGroup], label
 
 def _chunks(items: Sequence[tuple[ParamScales, str]]) -> Iterator[list[tuple[ParamScales, str]]]:
     """Scales that can be put together at once, by parameter and name."""
-    kinds: dict[Any, list[tuple[ParamScales, str]]] = {}
-    for of, name in items:
-        kinds.setdefault((of.key, of.blocks.here.device), []).append((of, name))
-    for same in kinds.values():
-        chunk: list[tuple[ParamScales, str]] = []
-        num = 0
-        for of, name in same:
-            if chunk and num + of.blocks.num_all > _AT_ONCE:
-                yield chunk
-                chunk, num = [], 0
-            chunk.append((of, name))
-            num += of.blocks.num_all
-        yield chunk
+    for same in by_kind(items, lambda item: (item[0].key, item[0].blocks.here.device)):
+        yield from packs(same, lambda item: item[0].blocks.num_all, _AT_ONCE)
 
 
 def _put_together(items: Sequence[tuple[ParamScales, str]]) -> Iterator[tuple[ParamScales, str, Tensor]]:
