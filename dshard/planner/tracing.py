@@ -308,9 +308,8 @@ class _Recorder(TorchDispatchMode):
         self._left: set[int] = set()  # parts whose modules have run
         self._outside: set[int] = set()
         self._throughout: set[int] = set()
-        self._packing: list[list[int]] = [
-            [] for _ in parts
-        ]  # of each, events ahead of which large gradients are complete
+        # Of each part, numbers of the events ahead of which large gradients are complete.
+        self._packing: list[list[int]] = [[] for _ in parts]
         self._touched: dict[int, None] = {}  # parts in the order in which they run, or are used
         self._stack: list[int] = []
         self._last: int | None = None
