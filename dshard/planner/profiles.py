@@ -167,11 +167,7 @@ def costs_of(
     units, params = [], _params_of(model, training, dims)
     names = {module: name for name, module in model.named_modules()}
     for i, memory in zip(trace.order, _memory_of(trace), strict=True):
-        own = [params[name] for name in trace.parts[i].params]
-        if i in trace.used_throughout and any(phase.part == i for phase in trace.phases):
-            memory.leave_out_gradients(own)
-        if i in trace.used_outside:  # where it is gathered whole
-            own = [replace(param, can_split=False) for param in own]
+        own = _params_of_part(trace, i, params, memory)
         num_trained = sum(1 for p in own if p.grad_itemsize)
         copies = _copies_of(own, device, rates)
         unit = UnitCosts(
@@ -327,6 +323,16 @@ def _params_of(model: nn.Module, training: Training, dims: Mapping[str, int]) ->
         name: _param_costs(name, param, dims.get(name, 0), training, splittable, is_owned=name in owned)
         for name, param in model.named_parameters()
     }
+
+
+def _params_of_part(trace: Trace, number: int, params: Mapping[str, ParamCosts], memory: _Memory) -> list[ParamCosts]:
+    """The parameters of a part, as it uses them; what its trace has counted of their gradients is left out."""
+    own = [params[name] for name in trace.parts[number].params]
+    if number in trace.used_throughout and any(phase.part == number for phase in trace.phases):
+        memory.leave_out_gradients(own)
+    if number in trace.used_outside:  # where they are gathered whole
+        own = [replace(param, can_split=False) for param in own]
+    return own
 
 
 def _owned(model: nn.Module, whole: WholeSteps) -> frozenset[str]:
