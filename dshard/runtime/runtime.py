@@ -252,7 +252,17 @@ def gather(
     device: torch.device,
     is_own: bool,
 ) -> Tensor:
-    """The full value, on `device`, of a shard that a compiled graph was given; `is_own`: in memory of its own.
+    """The full value, on `device`, of a shard that a compiled graph was given.
+
+    Args:
+        shard: This rank's.
+        shape: Of the full value.
+        stride: Of it.
+        dim: Along which it is cut; -1 where each rank holds it whole.
+        group: Name of the ranks that hold it.
+        dtype: Of the full value.
+        device: Where it is used.
+        is_own: Give a copy that the graph may write to.
 
     Communicates:
         As a touch of the parameter: at most one all-gather per bucket of its unit.

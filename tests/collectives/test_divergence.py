@@ -119,6 +119,19 @@ def test_a_branch_on_one_rank_inside_of_a_unit_is_fine(worlds: WorldPool):
     worlds.run(2, branch_on_one_rank)
 
 
+def train_other_parameters() -> None:
+    model = dshard.fully_shard(torch.nn.Linear(8, 8))
+    if dist.get_rank() == 0:
+        model.weight.requires_grad_(False)
+    model(data(2, 8)).sum().backward()
+    model.bias.grad.full_tensor()
+
+
+def test_ranks_that_train_other_parameters_are_told_to_train_the_same():
+    with World(2) as world, pytest.raises(RemoteRankError, match="train the same parameters of it"):
+        world.run(train_other_parameters)
+
+
 def write_of_other_numbers(slot: int) -> None:
     """To one parameter of a unit whose parameters all travel in one message."""
     _, model = twins(lambda: torch.nn.Linear(4, 4), dshard.fully_shard)

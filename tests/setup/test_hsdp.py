@@ -225,10 +225,10 @@ def test_a_write_on_one_replica_alone_is_told_in_the_backward(worlds: WorldPool,
         assert TOLD[fn] in said
 
 
-def write_on_one_replica_and_broadcast(strategy: str) -> float:
+def write_on_one_replica_and_broadcast() -> float:
     """As torch's own test of HSDP does, and people who load on the first replica alone; then a step."""
     mesh = mesh_of((2, 2))
-    model = build(mesh, strategy=strategy)
+    model = build(mesh)
     with torch.no_grad():
         for param in model.parameters():
             if dist.get_rank() < 2:
@@ -238,9 +238,25 @@ def write_on_one_replica_and_broadcast(strategy: str) -> float:
     return float(sum(p.grad.full_tensor().sum() for p in model.parameters()))
 
 
+def test_replicas_that_take_what_one_has_written_go_on(worlds: WorldPool):
+    found = worlds.get_world(4).run(write_on_one_replica_and_broadcast)
+    assert found == [found[0]] * 4
+    assert found[0] != 0
+
+
+def write_in_two_ways(strategy: str) -> float:
+    """One replica through the parameters, the other through their memory, which counts no writes; then a step."""
+    model = build(mesh_of((2, 2)), strategy=strategy)
+    with torch.no_grad():
+        for param in model.parameters():
+            (param if dist.get_rank() < 2 else param.to_local()).mul_(1.5)
+    loss_of(model, 0, 0).backward()
+    return float(sum(p.grad.full_tensor().sum() for p in model.parameters()))
+
+
 @pytest.mark.parametrize("strategy", ["full", "split(2)"])
-def test_replicas_that_take_what_one_has_written_go_on(worlds: WorldPool, strategy):
-    found = worlds.get_world(4).run(write_on_one_replica_and_broadcast, strategy)
+def test_replicas_with_the_same_values_go_on_however_they_were_written(worlds: WorldPool, strategy):
+    found = worlds.get_world(4).run(write_in_two_ways, strategy)
     assert found == [found[0]] * 4
     assert found[0] != 0
 
